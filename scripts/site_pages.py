@@ -21,6 +21,8 @@ COPIED = {
 }
 COMMANDS, PYTHON = "reference-commands.md", "reference-python.md"
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)]*)?\)")
+INLINE = re.compile(r"<code>[^<]*</code>")
+FLAG = re.compile(r"--\w+")
 INTRODUCTION = """# Python
 
 These names are imported from `quark.torch`. [Command line](command-line.md) and
@@ -45,6 +47,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = next((k for k, v in COPIED.items() if v == page.file.src_uri), None)
     folder = Path(source).parent if source else Path("docs")
     return LINK.sub(lambda match: f"]({target(folder, match[1])}{match[2] or ''})", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep flags in a sentence on one line: browsers break them after a hyphen."""
+    whole = r'<span style="white-space: nowrap">\g<0></span>'
+    return INLINE.sub(lambda code: FLAG.sub(whole, code[0]), html)
 
 
 def target(folder: Path, link: str) -> str:

@@ -148,9 +148,11 @@ def report(error: Exception) -> int:
     text = error.format_message() if is_usage else str(error)  # type: ignore[attr-defined]
     context = getattr(error, "ctx", None)
     if context is not None and hasattr(error, "param_type"):  # a parameter is missing
-        text += _first_example(context.command.help or "")
+        text += first_example(context.command.help or "")
     elif context is not None and hasattr(error, "possibilities"):
         text = _unknown_flag(error, text, context.command)
+    elif getattr(error, "param", None) is not None and "valid integer" in text:  # says typer
+        text = _no_number(error.param)  # type: ignore[attr-defined]
     text = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
@@ -168,11 +170,18 @@ def _unknown_flag(error: Any, text: str, command: Any) -> str:
     said = advice(getattr(error, "option_name", ""), kinds["option"], kinds["argument"])
     if said is None:
         return text
-    example = "" if "--" in said else _first_example(command.help or "")
+    example = "" if "--" in said else first_example(command.help or "")
     return f"{error.message}. {said}{example}"
 
 
-def _first_example(text: str) -> str:
+def _no_number(option: Any) -> str:
+    """Return the message for a value of a flag that is no whole number."""
+    flag, default = option.opts[0], option.default
+    example = f", such as {flag} {default}" if isinstance(default, int) else ""
+    return f"Invalid value for {flag}: expected a whole number{example}. {flag}: {option.help}"
+
+
+def first_example(text: str) -> str:
     """Return the first command of the help of a verb, as a sentence; "" without one."""
     found = re.search(r"^ +\[cyan\](quark .*?)\[/cyan\]", text, re.MULTILINE | re.DOTALL)
     command = "" if found is None else found[1].replace("\\\n", "")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -68,6 +70,12 @@ class Program(TyperGroup):
             )
         if args and args[0] in VERBS:
             raise typer.BadParameter(f"quark has no verb '{args[0]}': give quark {VERBS[args[0]]}.")
+        if args and args[0] == context.info_name:
+            raise typer.BadParameter(f"Give 'quark' once: {shlex.join(args)}")
+        if args and Path(args[0]).exists() and args[0] not in self.commands:
+            raise typer.BadParameter(
+                f"{args[0]} is a path. Give a verb before it: quark inspect {shlex.quote(args[0])}"
+            )
         return super().resolve_command(context, args)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from quark.cli.console import open_log_file, set_quiet, set_verbose, wrong
+from quark.cli.console import first_example, open_log_file, set_quiet, set_verbose, wrong
 
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
@@ -253,7 +253,7 @@ def add_verb(
     name: str,
     function: Callable[..., None],
     help: str,
-    cls: type[TyperCommand] | None = None,
+    cls: type[Verb] | None = None,
 ) -> None:
     """Add a verb to the command line, with the flags that every verb has.
 
@@ -262,7 +262,7 @@ def add_verb(
         name: Name of the verb.
         function: What it does; its parameters are the other flags.
         help: Text of its help.
-        cls: Class of the command.
+        cls: Class of the command; by default ``Verb``.
     """
     signature = inspect.signature(function, eval_str=True)
 
@@ -273,7 +273,7 @@ def add_verb(
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*own, *_SHARED_FLAGS]
     )
-    app.command(name, cls=cls, help=help)(command)
+    app.command(name, cls=cls or Verb, help=help)(command)
 
 
 def verb(flags: type[T], run: Callable[[T], None]) -> Callable[..., None]:
@@ -312,7 +312,24 @@ def _named(flag: Any, name: str) -> Any:
     return Annotated[kind, option]
 
 
-class ManyValues(TyperCommand):
+class Verb(TyperCommand):
+    """A command that says what to type for words that belong to no flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the words; those that are left over are refused with what to type instead."""
+        ctx.allow_extra_args = True
+        extra = super().parse_args(ctx, [*args])
+        if not extra or ctx.resilient_parsing:
+            return extra
+        before = args[args.index(extra[0]) - 1]
+        if extra[0].lower() in ("true", "false") and before.startswith("-"):
+            is_on = extra[0].lower() == "true"
+            out = repr(extra[0]) if is_on else f"'{before} {extra[0]}'"
+            ctx.fail(f"{before} is given without a value. Leave {out} out.")
+        ctx.fail(f"Unexpected argument {' '.join(extra)!r}.{first_example(self.help or '')}")
+
+
+class ManyValues(Verb):
     """A command whose flags in ``many`` take all values up to the next flag."""
 
     many: tuple[str, ...] = ()

@@ -56,10 +56,12 @@ _ADVICE = {
 VERBS = {
     "benchmark": "compare",
     "export": "convert",
+    "help": "--help",
     "info": "inspect",
     "oneshot": "quantize",
     "perplexity": "evaluate",
     "ppl": "evaluate",
+    "version": "--version",
 }
 # Value of --model_export of other tools -> what to type.
 FILES = {

@@ -11,12 +11,13 @@ import typer
 from rich.table import Table
 
 from quark.cli import console
+from quark.cli.console import wrong
 from quark.cli.options import Json, add_verb
 
 HELP = """
 List the schemes of [cyan]--quant_scheme[/cyan] and [cyan]--kv_cache_dtype[/cyan].
 
-Without [cyan]--all[/cyan], the schemes that most models are quantized with.
+Without [cyan]PART[/cyan] and [cyan]--all[/cyan], the schemes that most models are quantized with.
 [cyan]bits[/cyan] are those of a stored weight with its scales and zero points; for the types of
 GGUF files, such as q4_k, those of its blocks there.
 [cyan]data[/cyan] marks schemes that need calibration text for static ranges.
@@ -35,6 +36,8 @@ The long names of MX schemes in version 0.8 are accepted too:
 
     [cyan]quark schemes[/cyan]
 
+    [cyan]quark schemes int4[/cyan]
+
     [cyan]quark schemes --all[/cyan]
 
     [cyan]quark schemes --json[/cyan]
@@ -51,6 +54,10 @@ COMMON = (
     *("uint4_wo_32", "int4_wo_128", "uint4_wo_128", "nvfp4", "q4_k", "mxfp4"),
     *("int3_wo_128", "int2_wo_64"),
 )
+Part = Annotated[
+    str,
+    typer.Argument(metavar="PART", show_default=False, help="List all names with this part."),
+]
 ShowAll = Annotated[bool, typer.Option("--all", rich_help_panel="Other", help="List every scheme.")]
 
 
@@ -77,14 +84,23 @@ def register(app: typer.Typer) -> None:
     add_verb(app, "schemes", schemes, HELP)
 
 
-def schemes(show_all: ShowAll = False, as_json: Json = False) -> None:
-    """Print the schemes of layers and of the key-value cache."""
+def schemes(part: Part = "", show_all: ShowAll = False, as_json: Json = False) -> None:
+    """Print the schemes of layers and of the key-value cache.
+
+    Raises:
+        typer.BadParameter: No name has the part.
+    """
     tables = json.loads(TABLE.read_text("utf-8"))
+    if part:
+        for flag, rows in tables.items():
+            tables[flag] = [row for row in rows if part.lower() in row["name"]]
+        if not any(tables.values()):
+            raise wrong("PART", f"no scheme has {part!r} in its name. Give less of it, or --all.")
     if as_json:
         console.as_json(tables)
         return
     layers, caches = tables["quant_scheme"], tables["kv_cache_dtype"]
-    if not show_all:
+    if not show_all and not part:
         known = {row["name"]: row for row in layers}
         console.out.print("", _current_table([known[name] for name in COMMON]))
         names = ", ".join(row["name"] for row in caches)
@@ -93,14 +109,13 @@ def schemes(show_all: ShowAll = False, as_json: Json = False) -> None:
             f"{len(layers) - len(COMMON)} other schemes: [cyan]quark schemes --all[/]\n"
         )
         return
-    console.out.print("", _current_table([row for row in layers if not _is_earlier(row["name"])]))
-    console.out.print(_earlier_table([row for row in layers if _is_earlier(row["name"])]))
-    table = console.table("--kv_cache_dtype")
-    table.add_column("name")
-    table.add_column("cached keys and values")
-    for row in caches:
-        table.add_row(row["name"], row["kv_cache"])
-    console.out.print(table)
+    current = [row for row in layers if not _is_earlier(row["name"])]
+    earlier = [row for row in layers if _is_earlier(row["name"])]
+    console.out.print()
+    tables_of = {_current_table: current, _earlier_table: earlier, _cache_table: caches}
+    for make, rows in tables_of.items():
+        if rows:
+            console.out.print(make(rows))
 
 
 def _current_table(rows: list[dict[str, Any]]) -> Table:
@@ -151,6 +166,15 @@ def _earlier_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         words = (row[tensor] for tensor in ("weight", "input", "output"))
         table.add_row(row["name"], ", ".join(word for word in words if word))
+    return table
+
+
+def _cache_table(rows: list[dict[str, Any]]) -> Table:
+    table = console.table("--kv_cache_dtype")
+    table.add_column("name")
+    table.add_column("cached keys and values")
+    for row in rows:
+        table.add_row(row["name"], row["kv_cache"])
     return table
 
 

@@ -52,11 +52,12 @@ BEFORE = {
     + "config = LLMTemplate.get('llama').get_config(scheme='int4_wo_32', algorithm='gptq')",
     "docs/onnx.md": MODEL + "model = quantize(model, 'int8')",
     "docs/other-models.md": PICTURES,
-    "docs/serve.md": MODEL
-    + """
-from quark.torch import export_onnx
-inputs = {"input_ids": ids, "attention_mask": mask}
-export_onnx(quantize(model, "int8"), "INT8-ONNX", inputs, use_cache=True)
+    "docs/serve.md": """
+from typer.testing import CliRunner
+from quark.cli.main import app
+flags = "--model_dir MODEL --output_dir INT8-ONNX --quant_scheme int8 --data_type float32 "
+more = "--model_export onnx --use_cache --num_calib_data 2 --skip_evaluation"
+assert CliRunner().invoke(app, f"quantize {flags} {more}".split()).exit_code == 0
 """,
     "docs/training.md": MODEL + TEACHER,
     "docs/graph-mode.md": "",

@@ -46,6 +46,11 @@ def test_the_reference_is_complete(site):
         assert name in python
 
 
+def test_flags_in_sentences_stay_on_one_line(site):
+    whole = '<span style="white-space: nowrap">--num_calib_data</span>'
+    assert f"<code>{whole} 32</code>" in site["tutorial/index.html"]
+
+
 def test_links_between_files_lead_to_pages():
     target = run_path(str(ROOT / "scripts/site_pages.py"))["target"]
     assert target(Path(), "docs/report.md") == "report.md"

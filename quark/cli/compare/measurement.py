@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +65,8 @@ class _Run:
     """A model that has run on the text.
 
     Attributes:
-        label: Its name.
+        label: Its path as given, or its name on the Hub.
+        name: What tables call it.
         directory: Its directory or file.
         model: The model; None once it is not needed any more.
         predictions: Its predictions.
@@ -74,6 +75,7 @@ class _Run:
     """
 
     label: str
+    name: str
     directory: Path
     model: nn.Module | None
     predictions: Predictions
@@ -85,15 +87,15 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     """Measure models; the first is the one that the others are compared with.
 
     Args:
-        directories: Name of a model -> its directory or file.
+        directories: Path of a model as given, or its name on the Hub -> its directory or file.
         plan: The measurements.
     """
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore
-    from quark.torch.report.comparison import Comparison
+    from quark.torch.report.comparison import Comparison, short_names
     from quark.torch.report.contents import Text
 
-    original = next(iter(directories.values()))
+    original, names = next(iter(directories.values())), short_names(directories)
     # Memory holds one model at a time. Of models that are read in parts it holds no more.
     groups = [directories] if plan.streams else [{n: path} for n, path in directories.items()]
     with ActivationStore(plan.kept) as store:
@@ -101,7 +103,7 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
         measured = [
             _measure(run, original, plan)
             for group in groups
-            for run in _run_text(group, plan, reference)
+            for run in _run_text(group, names, plan, reference)
         ]
     return Comparison(
         Text(plan.source, *plan.windows.shape),
@@ -111,19 +113,21 @@ def measure_models(directories: dict[str, Path], plan: Plan) -> Comparison:
     )
 
 
-def _run_text(group: dict[str, Path], plan: Plan, reference: Reference) -> list[_Run]:
+def _run_text(
+    group: dict[str, Path], names: Mapping[str, str], plan: Plan, reference: Reference
+) -> list[_Run]:
     """Load models, and run them on the text, in turn if there are several."""
     from quark.torch.pipeline.interleaved_passes import Pass, run_in_turn
 
-    names = ", ".join(Path(label).name for label in group)
-    with console.stage(f"loading {names}", spinner=True):
+    together = ", ".join(names[label] for label in group)
+    with console.stage(f"loading {together}", spinner=True):
         loaded = [plan.load(directory) for directory in group.values()]
     is_first = reference.predictions is None
     passes = [
-        Pass(model, _steps(model, Path(label).name, is_first and not number, plan, reference))
+        Pass(model, _steps(model, names[label], is_first and not number, plan, reference))
         for number, (label, model) in enumerate(zip(group, loaded, strict=True))
     ]
-    with console.stage(f"predictions of {names}"):
+    with console.stage(f"predictions of {together}"):
         if plan.streams:
             outcomes = run_in_turn(passes, reference.drop_predictions)
         else:
@@ -133,7 +137,7 @@ def _run_text(group: dict[str, Path], plan: Plan, reference: Reference) -> list[
         group.items(), loaded, outcomes, strict=True
     ):
         predictions, routers = result
-        runs.append(_Run(label, path, model, predictions, routers, seconds))
+        runs.append(_Run(label, names[label], path, model, predictions, routers, seconds))
     return runs
 
 
@@ -153,7 +157,7 @@ def _measure(run: _Run, original: Path, plan: Plan) -> ComparedModel:
     from quark.torch.pipeline.allocator import return_free_memory
     from quark.torch.report.comparison import ComparedModel, weight_errors
 
-    directory, model, name = run.directory, run.model, Path(run.label).name
+    directory, model, name = run.directory, run.model, run.name
     assert model is not None
     is_original = directory == original
     continuation = None
@@ -180,6 +184,7 @@ def _measure(run: _Run, original: Path, plan: Plan) -> ComparedModel:
     summary = read_contents(directory).summary
     return ComparedModel(
         directory=run.label,
+        name=name,
         schemes=summary.scheme_words(),
         bytes=models.weight_bytes(directory),
         bits_per_weight=summary.bits_per_weight,

@@ -38,7 +38,7 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
     if rows[0].tasks:
         show_scores(
             {
-                row.directory: {
+                row.name: {
                     task: {metric: Score(*score) for metric, score in metrics.items()}
                     for task, metrics in row.tasks.items()
                 }
@@ -47,7 +47,7 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
         )
     if comparison.prompt:
         console.say(f"All models continue: [bold]{escape(_one_line(comparison.prompt))}[/]\n")
-        written = {row.directory: row.continuation for row in rows}
+        written = {row.name: row.continuation for row in rows}
         console.out.print(
             console.facts(
                 {escape(k): escape(_one_line(c.text)) for k, c in written.items() if c is not None}
@@ -63,7 +63,7 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
 
 def _figure_table(rows: list[ComparedModel]) -> Table:
     table = console.table()
-    longest = max(len(row.directory) for row in rows)
+    longest = max(len(row.name) for row in rows)
     table.add_column("model", overflow="fold", min_width=min(longest, NAME_WIDTH))
     speaks = rows[0].continuation is not None
     for column in ["size", "bits/\nweight", "per-\nplexity"]:
@@ -88,7 +88,7 @@ def _figure_table(rows: list[ComparedModel]) -> Table:
         if speaks:
             speed = row.continuation and row.continuation.tokens_per_second
             cells.append("" if speed is None else f"{speed:.1f}")
-        table.add_row(escape(row.directory), *cells)
+        table.add_row(escape(row.name), *cells)
     return table
 
 
@@ -103,7 +103,7 @@ def _speed_table(rows: list[ComparedModel], runtime: str) -> Table:
         assert speed is not None
         sizes = [speed.memory, *[speed.device_memory] * has_device]
         table.add_row(
-            escape(row.directory),
+            escape(row.name),
             _with_error(speed.prompt, speed.prompt_error, ".1f"),
             _with_error(speed.new, speed.new_error, ".1f"),
             *("–" if size is None else console.format_bytes(size) for size in sizes),
@@ -130,7 +130,7 @@ def _layer_table(rows: list[ComparedModel]) -> Table:
     table = console.table(f"Errors of weights, the {min(LAYERS, len(worst))} largest")
     table.add_column("layer", overflow="fold")
     for row in known:
-        table.add_column(escape(Path(row.directory).name), justify="right")
+        table.add_column(escape(row.name), justify="right")
     for name in sorted(worst, key=lambda name: -worst[name])[:LAYERS]:
         errors = (row.weight_errors.get(name) for row in known)
         cells = ("–" if error is None else f"{error:.2%}" for error in errors)

@@ -71,6 +71,7 @@ class Comparison:
         models = [
             ComparedModel(
                 directory=row.scheme,
+                name=row.scheme,
                 schemes=row.words,
                 bytes=row.bytes,
                 bits_per_weight=row.bits,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ class ComparedModel:
 
     Attributes:
         directory: Its path, or its name on the Hub.
+        name: What tables and charts call it; see ``short_names``.
         schemes: Quantized tensors of its layers in words; "" for a float model.
         bytes: Bytes on disk of its tensors.
         bits_per_weight: Bits of a quantized weight, scales included; None for a float model.
@@ -35,6 +38,7 @@ class ComparedModel:
     """
 
     directory: str
+    name: str
     schemes: str
     bytes: int
     bits_per_weight: float | None
@@ -69,6 +73,13 @@ class Comparison:
         for model, row in zip(self.models, data["models"], strict=True):
             row["predictions"]["change"] = model.predictions.change
         return data
+
+
+def short_names(paths: Iterable[str]) -> dict[str, str]:
+    """Return the last part of each path, by path; the whole path where two end alike."""
+    ends = {path: re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in paths}
+    count = Counter(ends.values())
+    return {path: end if end and count[end] == 1 else path for path, end in ends.items()}
 
 
 def weight_errors(

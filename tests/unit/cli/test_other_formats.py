@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
@@ -62,6 +62,9 @@ def test_onnx_with_a_cache(quantize, refused, model_dir, tmp_path):
     graph = onnx.load(path / "quark_model.onnx").graph
     names = {f"past_key_values.{i}.{part}" for i in (0, 1) for part in ("key", "value")}
     assert names <= {i.name for i in graph.input}
+    words = "Return the key."
+    own, original = (AutoTokenizer.from_pretrained(place) for place in (path, model_dir))
+    assert own(words)["input_ids"] == original(words)["input_ids"]
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", *FLAGS]
     assert "give --model_export onnx" in refused("quantize", *place, "--use_cache")
 

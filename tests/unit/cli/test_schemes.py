@@ -44,3 +44,11 @@ def test_the_short_list_and_all(quark):
     assert row.split()[1] == "4.50" and row.split()[-1] == "gguf"
     assert "gguf (4.5 bits)" in schemes._other_files(rows["int2_wo_64"])
     assert f"{len(scheme_names()) - len(schemes.COMMON)} other schemes" in short
+
+
+def test_a_part_of_a_name(quark):
+    tables = json.loads(quark("schemes", "FP8", "--json").stdout)
+    names = [row["name"] for rows in tables.values() for row in rows]
+    assert "ptpc_fp8" in names and all("fp8" in name for name in names)
+    said = quark("schemes", "int4_wo_3").stdout
+    assert "uint4_wo_32" in said and "fp8" not in said and "--kv_cache_dtype" not in said

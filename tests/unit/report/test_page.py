@@ -159,7 +159,7 @@ def test_the_tables_show_the_numbers_of_the_report():
 
 def test_advice_and_continuations_are_shown():
     written = page(REPORT)
-    assert "<li>Use less.<br><code>--less a.q_proj</code></li>" in written
+    assert "<br><code><span>--less</span> <span>a.q_proj</span> </code></li>" in written
     assert "<dt>quantized</dt><dd>a tree</dd>" in written
     assert "Advice" not in page(BARE)
     assert "Continuations" not in page(BARE)

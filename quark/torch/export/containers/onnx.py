@@ -62,7 +62,7 @@ class Onnx(Container):
         from quark.torch.export.onnx.writer import OnnxOptions, write_onnx
 
         inputs = _token_ids(model) if settings.inputs is None else settings.inputs
-        write_onnx(model, target, inputs, settings.graph or OnnxOptions())
+        write_onnx(model, target, inputs, settings.graph or OnnxOptions(), settings.tokenizer)
 
     def verify(
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None

@@ -75,10 +75,17 @@ class OnnxOptions:
             )
 
 
-def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxOptions) -> None:
-    """Write ``quark_model.onnx``; see ``ModelExporter.export_onnx_model``.
+def write_onnx(
+    model: nn.Module,
+    target: Target,
+    input_args: Any,
+    options: OnnxOptions,
+    tokenizer: Any | None = None,
+) -> None:
+    """Write ``quark_model.onnx``, and the files of a tokenizer beside it.
 
-    ``target`` is called with the number of bytes and gives the directory to write to.
+    ``target`` is called with the number of bytes and gives the directory to write to. The other
+    arguments and the errors are those of ``ModelExporter.export_onnx_model``.
     """
     check_packages()
     check_writable(model)
@@ -112,6 +119,8 @@ def write_onnx(model: nn.Module, target: Target, input_args: Any, options: OnnxO
     external = f"{ONNX_FILE}.data" if size > options.max_file_size else None
     with target(size) as directory:
         _save(graph, directory / ONNX_FILE, external)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
 
 
 def _trace(

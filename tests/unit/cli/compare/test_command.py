@@ -86,7 +86,7 @@ def test_page_and_numbers(quark, pair, model_dir, text, tmp_path):
     written = page.read_text(encoding="utf-8")
     assert written.startswith("<!doctype html>")
     for row in numbers["models"]:
-        assert f'<td class="wide">{row["directory"]}</td>' in written
+        assert f'title="{row["directory"]}">{row["name"]}</td>' in written
     kl = 1000 * numbers["models"][1]["predictions"]["kl"]
     assert f">{kl:.1f} ± " in written
 

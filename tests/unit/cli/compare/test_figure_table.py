@@ -6,9 +6,10 @@ import pytest
 from rich.console import Console
 
 from quark.cli.compare.tables import _figure_table
+from quark.torch.report.comparison import short_names
 
 
-def row(directory, bits, change):
+def row(name, bits, change):
     predictions = SimpleNamespace(
         perplexity=1234.56,
         change=change,
@@ -19,7 +20,7 @@ def row(directory, bits, change):
         agreement_error=0.011,
     )
     return SimpleNamespace(
-        directory=directory,
+        name=name,
         bytes=163_400_000,
         bits_per_weight=bits,
         predictions=predictions,
@@ -38,3 +39,8 @@ def test_figures_are_whole(width):
     assert figures <= words
     assert max(map(len, shown.splitlines())) <= width
     assert "…" not in shown
+
+
+def test_names_are_the_ends_of_paths_that_differ():
+    names = short_names(["/long/way/model.gguf", "a/int4", "b\\int4/", "owner/int8", "."])
+    assert [*names.values()] == ["model.gguf", "a/int4", "b\\int4/", "int8", "."]
