@@ -326,8 +326,7 @@ def similar_scheme(name: str, names: Iterable[str]) -> str | None:
         names: Known names.
     """
     names, name = list(names), name.lower().removesuffix("_cfg").removesuffix("_default")
-    name = _OTHER_NAMES.get(name, name)
-    if name in names:
+    if (name := _OTHER_NAMES.get(name, name)) in names:
         return name
     name = _WEIGHT_ONLY.sub(r"\1_wo", name)
     if bits := _BITS.fullmatch(name):
