@@ -179,7 +179,7 @@ class PackedProduct:
 
 
 _METHODS: dict[str, Method] = {}  # the methods of this process, by their keys
-_PROVED: set[Kind | None] = set()  # the kinds of weights whose values were proved in this process
+_PROVED: set[Kind] = set()  # the kinds of weights whose values were proved in this process
 
 
 @define_operator("packed_product(Tensor x, Tensor[] parts, str names, str key) -> Tensor")
@@ -258,7 +258,8 @@ def make_product(
         if kind in _PROVED and method.panels.holds_factors(parts, state):
             return PackedProduct(method, parts)
         if method.gives(parts, values(), use):
-            _PROVED.update({kind} - {None})
+            if kind is not None:
+                _PROVED.add(kind)
             return PackedProduct(method, parts)
     return None
 
