@@ -146,13 +146,13 @@ def report(error: Exception) -> int:
     if _Shown.is_verbose and not is_usage:
         err.print(escape("".join(traceback.format_exception(error)).rstrip()), soft_wrap=True)
     text = error.format_message() if is_usage else str(error)  # type: ignore[attr-defined]
-    context = getattr(error, "ctx", None)
+    context, option = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is not None and hasattr(error, "param_type"):  # a parameter is missing
         text += first_example(context.command.help or "")
     elif context is not None and hasattr(error, "possibilities"):
         text = _unknown_flag(error, text, context.command)
-    elif getattr(error, "param", None) is not None and "valid integer" in text:  # says typer
-        text = _no_number(error.param)  # type: ignore[attr-defined]
+    elif option is not None and "valid integer" in text:  # says typer
+        text = _no_number(option)
     text = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"

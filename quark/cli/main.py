@@ -72,7 +72,7 @@ class Program(TyperGroup):
             raise typer.BadParameter(f"quark has no verb '{args[0]}': give quark {VERBS[args[0]]}.")
         if args and args[0] == context.info_name:
             raise typer.BadParameter(f"Give 'quark' once: {shlex.join(args)}")
-        if args and Path(args[0]).exists() and args[0] not in self.commands:
+        if args and args[0] not in self.commands and Path(args[0]).exists():
             raise typer.BadParameter(
                 f"{args[0]} is a path. Give a verb before it: quark inspect {shlex.quote(args[0])}"
             )

@@ -31,7 +31,7 @@ class Plan:
         load: Returns the model of a directory.
         windows: Token identifiers, (windows, length).
         source: Name of their text.
-        batch_size: Windows that run together.
+        batch_size: Windows that run group_names.
         kept: Bytes of the predictions of the first model that memory holds.
         tokenizer: Tokenizer of all models.
         prompt: Text to continue, or None.
@@ -119,15 +119,15 @@ def _run_text(
     """Load models, and run them on the text, in turn if there are several."""
     from quark.torch.pipeline.interleaved_passes import Pass, run_in_turn
 
-    together = ", ".join(names[label] for label in group)
-    with console.stage(f"loading {together}", spinner=True):
+    group_names = ", ".join(names[label] for label in group)
+    with console.stage(f"loading {group_names}", spinner=True):
         loaded = [plan.load(directory) for directory in group.values()]
     is_first = reference.predictions is None
     passes = [
         Pass(model, _steps(model, names[label], is_first and not number, plan, reference))
         for number, (label, model) in enumerate(zip(group, loaded, strict=True))
     ]
-    with console.stage(f"predictions of {together}"):
+    with console.stage(f"predictions of {group_names}"):
         if plan.streams:
             outcomes = run_in_turn(passes, reference.drop_predictions)
         else:

@@ -90,7 +90,7 @@ def run(request: Request) -> None:
 
 
 class _Options(NamedTuple):
-    """What the flags ask for. It is checked before the output directory is."""
+    """The options of a run. They are checked before the output directory."""
 
     config: Config
     devices: list[str]
@@ -98,7 +98,7 @@ class _Options(NamedTuple):
 
 
 def _read_options(request: Request, described: dict[str, Any]) -> _Options:
-    """Return what the flags ask for, given the ``config.json`` of a model.
+    """Return the options of a run, given the ``config.json`` of its model.
 
     Raises:
         typer.BadParameter: A flag has a wrong value.

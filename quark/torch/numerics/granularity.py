@@ -48,8 +48,8 @@ def block_shape(
         axis: Channel axis, or the axis that groups divide.
         group: Group size; -1 for the whole axis. Channels of a head.
         per_token: Whether each position along all axes but the last has its own scale.
-        block: Rows and columns of a two-dimensional block, along the last two axes; -1 for all, and
-            so is more than there are.
+        block: Rows and columns of a two-dimensional block, along the last two axes. -1, or more
+            than there are, stands for all.
 
     Raises:
         ValueError: ``axis`` is not an axis of the tensor, or the tensor has too few axes for

@@ -77,7 +77,7 @@ class Method(ABC):
         """Return the codes of the weight, (outputs, inputs), in their order."""
 
     def kind(self, parts: Parts, use: Use) -> Kind | None:
-        """Return what the values of a weight depend on, beside its codes and scales.
+        """Return all that the values of a weight depend on, except its codes and scales.
 
         The proof of one weight holds for all of its kind; None if each weight is proved.
         """

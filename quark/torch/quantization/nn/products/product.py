@@ -132,7 +132,7 @@ class PanelMethod(Method):
         return product is not None and compiled.is_right(product, self.panels, parts, values)
 
     def kind(self, parts: Parts, use: Use) -> Kind | None:
-        """Return what the values of a weight depend on, beside its codes and scales."""
+        """Return all that the values of a weight depend on, except its codes and scales."""
         if "unit" in parts or "order" in parts:
             return None
         return self.key, use.dtype, tuple((name, part.dtype) for name, part in parts.items())
