@@ -57,4 +57,5 @@ def split_slots(
             down = np.uint64(width * slot)
             for i in range(codes.shape[2]):
                 stored = (plane[row, i] >> down & mask) << up
-                codes[row, slot, i] = (codes[row, slot, i] & low) | stored
+                # New memory is not read: that would fetch each of its pages twice.
+                codes[row, slot, i] = (codes[row, slot, i] & low) | stored if low else stored

@@ -147,13 +147,13 @@ def unpack_planes(parts: Parts, fmt: Format, added: int = 0) -> torch.Tensor:
     """Return codes as unsigned bits, uint8 (panels, elements): undo ``pack_planes``."""
     lowest, below = plane_widths(fmt)[0], 0
     first = parts[f"plane_{lowest}"]
-    codes = first.new_zeros(len(first), first.shape[1] * 8 // lowest)
+    codes = first.new_empty(len(first), first.shape[1] * 8 // lowest)
     for width in plane_widths(fmt):
         plane, slots = parts[f"plane_{width}"], codes.view(len(codes), 8 // width, -1)
         if not read_slots(plane, slots, width, below):
             for slot in range(8 // width):
-                bits = plane >> (width * slot) & ((1 << width) - 1)
-                slots[:, slot] |= bits << below
+                bits = (plane >> (width * slot) & ((1 << width) - 1)) << below
+                slots[:, slot] = slots[:, slot] | bits if below else bits
         below += width
     return codes.sub_(added) if added else codes
 
