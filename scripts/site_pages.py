@@ -26,7 +26,7 @@ INLINE = re.compile(r"<code>[^<]*</code>")
 FLAG = re.compile(r"--\w+")
 DATE = re.compile(r"(?<=<td>)\d{4}-\d\d-\d\d(?=</td>)")
 WHOLE = r'<span style="white-space: nowrap">\g<0></span>'
-# Columns of tables are as wide as their words on a phone; the theme gives them 5 rem, and wide margins.
+# On a phone, columns of tables are as wide as their words. The theme gives them at least 5 rem.
 RULES = """@media (max-width: 44.9em) {
   .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.5em; }
 }
