@@ -53,8 +53,10 @@ def printable(text: str) -> str:
 
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """Return the choices most similar to ``name``, best first."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    return [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, count, 0.5)]
+    by_lower, lower = {choice.lower(): choice for choice in choices}, name.lower()
+    longer = [n for n in by_lower if len(lower) > 2 and n.startswith(lower)]
+    similar = difflib.get_close_matches(lower, by_lower, count, 0.5)
+    return [by_lower[n] for n in dict.fromkeys([*longer, *similar])][:count]
 
 
 def names_as_subject(names: Iterable[str], count: int = 3) -> str:
