@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import compute_buffers
-from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
+from quark.torch.export.checkpoint.config_json import SECTION, note_run, read_config_json
 from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_source import (
@@ -204,6 +204,7 @@ def _prepare(
     replace_layers(model, layers)
     _untie_quantized(model)
     mark_as_quantized(model, config)
+    note_run(model, config)
     for name in kept:
         assert source is not None
         source.put(model, name)
