@@ -141,7 +141,7 @@ def scheme_rows(request: Request, config: Config) -> dict[str, str]:
     from quark.torch.quantization.config.description import describe, describe_layer
 
     main = describe_layer(config.global_quant_config)
-    rows = {"scheme": str(request.quant_scheme or request.recipe or request.config)}
+    rows = {"scheme": _scheme_name(request)}
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)
     rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
@@ -151,6 +151,16 @@ def scheme_rows(request: Request, config: Config) -> dict[str, str]:
         rows[f"  {pattern}"] = scheme
     rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
     return rows
+
+
+def _scheme_name(request: Request) -> str:
+    """Return the scheme, with the recipe that it comes from, or the file of the configuration."""
+    from quark.torch.quantization.config.recipes import RECIPES
+
+    if request.recipe is None:
+        return str(request.quant_scheme or request.config)
+    name = request.recipe.lower()
+    return f"{RECIPES[name][0]} (recipe {name})"
 
 
 def _describe_output(request: Request) -> str:
