@@ -39,10 +39,10 @@ _FLAGS = {
 }
 # Flag of other tools -> what to type, for verbs with --quant_scheme.
 _ADVICE = {
-    **dict.fromkeys(("bits", "load_in_4bit", "quantization_bit"), _SCHEME.format("int4_wo_128")),
+    **dict.fromkeys(("bits", "quantization_bit"), _SCHEME.format("int4_wo_128")),
     **dict.fromkeys(("q_bits", "w_bit", "wbits"), _SCHEME.format("int4_wo_128")),
-    "bnb_4bit_quant_type": _SCHEME.format("uint4_wo_64"),
-    "load_in_8bit": _SCHEME.format("int8_wo"),
+    **dict.fromkeys(("bnb_4bit_quant_type", "load_in_4bit"), _SCHEME.format("uint4_wo_64")),
+    "load_in_8bit": _SCHEME.format("ptpc_int8"),
     **dict.fromkeys(
         ("sym", "zero_point"),
         "The scheme has zero points or not: give --quant_scheme uint4_wo_128 or int4_wo_128.",

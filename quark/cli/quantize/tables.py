@@ -254,7 +254,7 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
         rows["size on disk"] = (
             f"{console.format_bytes(before)} → {console.format_bytes(after)} ({share})"
         )
-    rows["calibration"] = f"{outcome.seconds:.1f} s"
+    rows["quantizing"] = f"{outcome.seconds:.1f} s"
     if plan is not None:
         rows |= _compare(request, outcome, plan)
     if outcome.finish is not None:
@@ -298,7 +298,7 @@ def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) 
         data |= {"layers": len(summary.layers), "bits_per_weight": summary.bits_per_weight}
     data |= {
         "float_layers": outcome.left,
-        "calibration_seconds": outcome.seconds,
+        "quantizing_seconds": outcome.seconds,
         "seconds": time.monotonic() - outcome.start,
         "peak_memory": peak_memory(),
         "plan": None if plan is None else plan.to_dict(),

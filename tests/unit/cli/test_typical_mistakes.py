@@ -138,7 +138,7 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         ([*QUANTIZE, "--quant_scheme", "FP8_DEFAULT_CFG"], "Did you mean 'fp8'?"),
         ([*QUANTIZE, "--quant_scheme", "Q4_K_M"], "Did you mean 'q4_k'?"),
         ([*QUANTIZE, "--bits", "4"], "Give one, such as --quant_scheme int4_wo_128"),
-        ([*QUANTIZE, "--load_in_8bit"], "Give one, such as --quant_scheme int8_wo;"),
+        ([*QUANTIZE, "--load_in_8bit"], "Give one, such as --quant_scheme ptpc_int8;"),
         ([*FP8, "--dataset", "empty.txt"], "there is no text in empty.txt. Give a text file"),
         ([*FP8, "--dataset", "short.txt"], "give more text or a length of at most 7"),
         ([*FP8, "--dataset", "binary.txt"], "is not UTF-8 text"),
