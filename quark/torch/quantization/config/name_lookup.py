@@ -52,11 +52,13 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """Return the choices most similar to ``name``, best first."""
+    """Return the choices most similar to ``name``, best first: misspelled, cut off, others."""
     by_lower, lower = {choice.lower(): choice for choice in choices}, name.lower()
     longer = [n for n in by_lower if len(lower) > 2 and n.startswith(lower)]
-    similar = difflib.get_close_matches(lower, by_lower, count, 0.5)
-    return [by_lower[n] for n in dict.fromkeys([*longer, *similar])][:count]
+    misspelled, similar = (
+        difflib.get_close_matches(lower, by_lower, count, ratio) for ratio in (0.75, 0.5)
+    )
+    return [by_lower[n] for n in dict.fromkeys([*misspelled, *longer, *similar])][:count]
 
 
 def names_as_subject(names: Iterable[str], count: int = 3) -> str:
