@@ -1,8 +1,9 @@
 """Speed, memory and load time of quantized models, beside float models and other software.
 
 The model is a Llama with random weights. ``decode`` is one token after 128, ``prefill`` reads 128
-tokens. In each process the work alternates with that of the float models, and figures are medians:
-tokens per CPU second, with ``--device cuda`` per second of the clock.
+tokens and predicts the next, as before an answer is generated; ONNX Runtime predicts all. In each
+process the work alternates with that of the float models, and figures are medians: tokens per CPU
+second, with ``--device cuda`` per second of the clock.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ SCHEMES = ("int4_wo_128", "w_int8_per_tensor_sym", "int3_wo_128", "fp8", "mxfp4"
 RUNTIMES = ("exact", "fast", "compiled", "unpacked")
 # Name of a row -> accuracy level of MatMulNBits: the type in which products are computed.
 ONNX_LEVELS = {"int4, float32 products": 1, "int4, int8 products": 4}
+# Software -> the worker that writes its model first, None if it quantizes itself.
+PEERS = {"torchao": None, "onnxruntime": "onnx", "llama-cpp-python": "gguf"}
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Figures = dict[str, dict[str, float]]
 
@@ -79,7 +82,7 @@ def steps(model: Any) -> tuple[Callable[[], object], Callable[[], object]]:
 
     @torch.no_grad()
     def prefill() -> None:
-        model(ids, use_cache=False)
+        model(ids, use_cache=False, logits_to_keep=1)
 
     return decode, prefill
 
@@ -211,6 +214,44 @@ def onnx_steps(path: str) -> tuple[Callable[[], object], Callable[[], object]]:
     return decode, lambda: session.run(None, prompt)
 
 
+def write_gguf(folder: str) -> None:
+    """Write the int4 model as Q4_0, with the tokenizer of the shipped model."""
+    from quark.cli.demo.material import shipped_model
+    from quark.torch import ModelExporter
+    from quark.torch.export.recognition import load_checkpoint
+
+    model = load_checkpoint(f"{folder}/{SCHEMES[0]}").eval()
+    ModelExporter(None, f"{folder}/gguf").export_gguf_model(model, shipped_model(), "model")
+
+
+def measure_llama_cpp(folder: str, rounds: int) -> Figures:
+    """Measure that model by llama.cpp beside the float models, in its environment."""
+    work: dict[str, Any] = {name: steps(model) for name, model in float_models(folder).items()}
+    work["int4, int8 products"] = llama_cpp_steps(f"{folder}/gguf/model.gguf")
+    return time_steps(work, rounds)
+
+
+def llama_cpp_steps(path: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return functions that compute one token after 128, and read 128 tokens, by llama.cpp."""
+    from llama_cpp import Llama
+
+    batch = {"n_ctx": 2 * TOKENS, "n_batch": TOKENS, "n_ubatch": TOKENS}
+    model = Llama(path, **batch, n_threads=1, n_threads_batch=1, verbose=False)
+    ids = torch.randint(0, VOCABULARY, (TOKENS,)).tolist()
+
+    def prefill() -> None:
+        model.reset()
+        model.eval(ids)
+
+    def decode() -> None:
+        for _ in range(3):
+            model.n_tokens = TOKENS  # the next call takes back what came after
+            model.eval(ids[:1])
+
+    prefill()
+    return decode, prefill
+
+
 def rows_of(label: str, figures: Figures) -> list[list[object]]:
     """Return the rows of a table: a process with its float models."""
     best = {work: max(figures[n][work] for n in FLOATS) for work in ("decode", "prefill")}
@@ -239,7 +280,7 @@ def main() -> None:
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu", help="cpu, or a GPU such as cuda")
-    parser.add_argument("--peer", choices=["torchao", "onnxruntime"], action="append", default=[])
+    parser.add_argument("--peer", choices=PEERS, action="append", default=[])
     flags = parser.parse_args()
     schemes = flags.schemes.split(",")
     folder = tempfile.mkdtemp(prefix="inference-")
@@ -264,10 +305,11 @@ def main() -> None:
             from peers import environment
 
             say(peer)
-            if peer == "onnxruntime":
+            writer = PEERS[peer]
+            if writer:
                 if SCHEMES[0] not in schemes:
-                    raise SystemExit(f"--peer onnxruntime runs {SCHEMES[0]}: add it to --schemes")
-                in_fresh_process("inference.py", "onnx", folder)
+                    raise SystemExit(f"--peer {peer} runs {SCHEMES[0]}: add it to --schemes")
+                in_fresh_process("inference.py", writer, folder)
             python = environment(peer)
             measured = in_fresh_process("inference.py", peer, folder, flags.rounds, python=python)
             rows += rows_of(peer, measured)
@@ -285,6 +327,8 @@ WORKERS: dict[str, Callable[..., object]] = {
     "torchao": measure_torchao,
     "onnx": write_onnx,
     "onnxruntime": measure_onnxruntime,
+    "gguf": write_gguf,
+    "llama-cpp-python": measure_llama_cpp,
 }
 
 if __name__ == "__main__":

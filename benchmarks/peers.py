@@ -24,6 +24,7 @@ REQUIREMENTS = {
     "auto-round": ("auto-round==0.16.1", "transformers==5.23.0"),
     "gptqmodel": ("gptqmodel==7.6.0", "transformers==5.23.0"),
     "llama.cpp": ("xllamacpp==2026.10.11549", "gguf==0.19.0", "transformers==5.23.0"),
+    "llama-cpp-python": ("llama-cpp-python==0.3.36", "transformers==5.23.0"),  # a compiler's work
     "onnxruntime": (
         *("onnxruntime==1.31.1", "onnx==1.23.2", "safetensors"),
         "transformers==5.23.0",  # float models beside

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from quark.torch.numerics.formats import Format
-from quark.torch.numerics.native.words import find_words
+from quark.torch.numerics.native.words import find_codes, find_words
 from quark.torch.numerics.pieces import join_rows, row_pieces
 
 PIECE = 1 << 20  # codes that are packed at a time
@@ -149,6 +149,9 @@ def unpack(
     if fmt.word_codes == 1:
         return words
     axis %= words.dim()
+    by_kernel = find_codes(words, fmt, count, shifts, axis)
+    if by_kernel is not None:
+        return by_kernel
     pieces = row_pieces(words, packed_size(PIECE, fmt)) if axis else [words]
     codes = join_rows([_unpacked(piece, fmt, shifts, axis) for piece in pieces])
     return codes.narrow(axis, 0, count).contiguous()

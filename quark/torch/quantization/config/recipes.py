@@ -12,7 +12,7 @@ _AWQ = {"name": "awq"}
 _GPTQ = {"name": "gptq", "choose_damping": True}
 _RANDOM = {**_GPTQ, "random_tokens": 0.25}
 _YAQA = {"name": "yaqa"}
-_CHOSEN = {**_YAQA, "choose_damping": True, "random_tokens": 0.25}
+_CHOSEN = {**_YAQA, "choose_damping": True, "random_tokens": 0.5}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
 _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},

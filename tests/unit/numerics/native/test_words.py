@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quark.torch.numerics.formats import Dtype
-from quark.torch.numerics.native.words import find_words
+from quark.torch.numerics.native.words import find_codes, find_words
 from quark.torch.numerics.packing import ORDERS, pack, packed_size, unpack
 from tests.unit.numerics.kinds import PACKED
 
@@ -19,12 +19,12 @@ def sample(fmt, *shape):
 
 @pytest.fixture
 def by_torch(monkeypatch):
-    """A function that packs without kernels."""
+    """A function that packs or unpacks without kernels."""
 
-    def call(*args):
+    def call(function, *args):
         with monkeypatch.context() as changed:
             changed.setenv("QUARK_KERNELS", "torch")
-            return pack(*args)
+            return function(*args)
 
     return call
 
@@ -42,10 +42,15 @@ def test_every_format(name, order, threads, any_size, by_torch, monkeypatch):
             if shape[axis] % fmt.word_codes:
                 continue
             words = pack(codes, fmt, order, axis)
-            expected = by_torch(codes, fmt, order, axis)
+            expected = by_torch(pack, codes, fmt, order, axis)
             assert (words.shape, words.dtype) == (expected.shape, expected.dtype)
             assert torch.equal(words, expected)
-            assert torch.equal(unpack(words, fmt, shape[axis], order, axis), codes)
+            for restored in (
+                unpack(words, fmt, shape[axis], order, axis),
+                by_torch(unpack, words, fmt, shape[axis], order, axis),
+            ):
+                assert restored.dtype == codes.dtype
+                assert torch.equal(restored, codes)
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -56,6 +61,7 @@ def test_kernels_serve_every_packed_format(name, any_size):
     for axis in (0, 1):
         words = find_words(codes, fmt, places, axis)
         assert words.shape[axis] == packed_size(codes.shape[axis], fmt)
+        assert torch.equal(find_codes(words, fmt, codes.shape[axis], places, axis), codes)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +78,20 @@ def test_kernels_serve_every_packed_format(name, any_size):
 )
 def test_what_is_left_to_torch(codes, axis, any_size):
     assert find_words(codes, Dtype.int4.value, range(0, 32, 4), axis) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "axis"),
+    [
+        (torch.zeros(16, 2, dtype=torch.int32), 15, 1),
+        (torch.zeros(2, 16, dtype=torch.int32).T, 16, 1),
+        (torch.zeros(4, 2, 4, dtype=torch.int32), 16, 1),
+        (torch.zeros(16, 2, dtype=torch.int64), 16, 1),
+        (torch.zeros(33, dtype=torch.int32)[1:].view(16, 2), 16, 1),
+    ],
+    ids=["ragged", "strided", "middle", "wide", "not aligned"],
+)
+def test_words_that_are_left_to_torch(words, count, axis, any_size):
+    fmt = Dtype.int4.value
+    assert find_codes(words, fmt, count, range(0, 32, 4), axis) is None
+    assert not unpack(words, fmt, count, "order", axis).any()

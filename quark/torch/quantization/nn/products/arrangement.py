@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from quark.torch.numerics.formats import Format
+from quark.torch.numerics.native.slots import find_plane, read_slots
 
 Parts = dict[str, torch.Tensor]
 PLANES = (8, 4, 2, 1)
@@ -79,7 +80,8 @@ class Arrangement:
 
     def arrange(self, x: torch.Tensor) -> torch.Tensor:
         """Return a matrix of ``outputs`` rows in panels, (panels, elements)."""
-        x = F.pad(x, (0, 0, 0, self.panels * self.rows - self.outputs))
+        missing = self.panels * self.rows - self.outputs
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
         if self.half:
             x = x.view(self.panels, 2, self.half, -1).transpose(2, 3)
         return x.reshape(self.panels, -1)
@@ -114,34 +116,46 @@ def count_runs(fmt: Format) -> int:
     return 8 // min(plane_widths(fmt))
 
 
-def pack_planes(bits: torch.Tensor, fmt: Format) -> Parts:
+def pack_planes(codes: torch.Tensor, fmt: Format, added: int = 0) -> Parts:
     """Return the planes of codes.
 
     Args:
-        bits: Codes as unsigned bits, uint8 (panels, elements).
+        codes: Codes as unsigned bits, uint8 (panels, elements).
         fmt: Format of the codes.
+        added: What is added to each code first, modulo 256; at most 128.
     """
-    parts: Parts = {}
+    parts, below = {}, 0
     for width in plane_widths(fmt):
-        mask = (1 << width) - 1
-        slots = (bits & mask).view(len(bits), 8 // width, -1)
-        plane = slots[:, 0].clone()
-        for slot in range(1, 8 // width):
-            plane |= slots[:, slot] << (width * slot)
+        slots = codes.view(len(codes), 8 // width, -1)
+        plane = find_plane(slots, width, below, added)
+        if plane is None:
+            plane = _join((slots + added) >> below, width)
         parts[f"plane_{width}"] = plane
-        bits = bits >> width if width < 8 else bits
+        below += width
     return parts
 
 
-def unpack_planes(parts: Parts, fmt: Format) -> torch.Tensor:
+def _join(slots: torch.Tensor, width: int) -> torch.Tensor:
+    slots = slots & ((1 << width) - 1)
+    plane = slots[:, 0].clone()
+    for slot in range(1, 8 // width):
+        plane |= slots[:, slot] << (width * slot)
+    return plane
+
+
+def unpack_planes(parts: Parts, fmt: Format, added: int = 0) -> torch.Tensor:
     """Return codes as unsigned bits, uint8 (panels, elements): undo ``pack_planes``."""
-    planes, below = [], 0
+    lowest, below = plane_widths(fmt)[0], 0
+    first = parts[f"plane_{lowest}"]
+    codes = first.new_empty(len(first), first.shape[1] * 8 // lowest)
     for width in plane_widths(fmt):
-        plane, mask = parts[f"plane_{width}"], (1 << width) - 1
-        slots = [(plane >> shift) & mask for shift in range(0, 8, width)]
-        planes.append(torch.cat(slots, 1) << below)
+        plane, slots = parts[f"plane_{width}"], codes.view(len(codes), 8 // width, -1)
+        if not read_slots(plane, slots, width, below):
+            for slot in range(8 // width):
+                bits = (plane >> (width * slot) & ((1 << width) - 1)) << below
+                slots[:, slot] = slots[:, slot] | bits if below else bits
         below += width
-    return torch.stack(planes).sum(0, dtype=torch.uint8)
+    return codes.sub_(added) if added else codes
 
 
 def compact(factors: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from quark.torch.quantization.nn.products.arrangement import (
     compact,
     pack_planes,
     plane_widths,
+    unpack_planes,
 )
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
@@ -79,8 +80,7 @@ class Panels:
         fmt, codes = state.scheme.fmt, state.codes
         assert codes is not None and state.scale is not None
         offset = -fmt.qmin if not fmt.is_float and fmt.bits < 8 else 0
-        bits = codes.view(torch.uint8) + offset if offset else codes.view(torch.uint8)  # mod 256
-        parts = pack_planes(arrangement.arrange(bits), fmt)
+        parts = pack_planes(arrangement.arrange(codes.view(torch.uint8)), fmt, offset)
         zero = 0 if fmt.is_float else offset
         stored = _stored_zero_points(state, arrangement)
         if stored is not None:
@@ -151,13 +151,8 @@ class Panels:
 
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes (outputs, inputs): the inverse of ``pack``."""
-        bits = torch.stack([b.clone() for b in self._bits(parts)])
-        return self.codes_of_bits(self.arrangement.restore(bits))
-
-    def codes_of_bits(self, bits: torch.Tensor) -> torch.Tensor:
-        """Return the codes of stored bits, uint8 of any shape."""
-        codes = bits - self.offset if self.offset else bits  # modulo 256
-        return codes.contiguous().view(self.fmt.code_dtype)
+        codes = unpack_planes(parts, self.fmt, self.offset)
+        return self.arrangement.restore(codes).contiguous().view(self.fmt.code_dtype)
 
     def _bits(self, parts: Parts) -> Iterator[torch.Tensor]:
         """Iterate over the stored bits of the panels: uint8 (elements,)."""

@@ -20,7 +20,6 @@ from quark.torch.quantization.nn.products.arrangement import (
     Parts,
     count_runs,
     plane_widths,
-    unpack_planes,
 )
 from quark.torch.quantization.nn.products.method import Method, Use
 from quark.torch.quantization.nn.products.panels import Panels
@@ -165,7 +164,7 @@ class TritonMethod(Method):
 
     def codes(self, parts: Parts) -> torch.Tensor:
         """Return the codes of the weight, (outputs, inputs), in their order."""
-        return self.panels.codes_of_bits(unpack_planes(parts, self.panels.fmt))
+        return self.panels.codes(parts)
 
 
 def triton_methods(
