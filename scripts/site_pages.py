@@ -20,9 +20,17 @@ COPIED = {
     "examples/README.md": "examples.md",
 }
 COMMANDS, PYTHON = "reference-commands.md", "reference-python.md"
-LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(#[^)]*)?\)")
+STYLE = "narrow.css"
+LINK = re.compile(r"(?<=\[)([^\[\]]*)\]\((?!\w+:)([^)#\s]*)(#[^)]*)?\)")
 INLINE = re.compile(r"<code>[^<]*</code>")
 FLAG = re.compile(r"--\w+")
+DATE = re.compile(r"(?<=<td>)\d{4}-\d\d-\d\d(?=</td>)")
+WHOLE = r'<span style="white-space: nowrap">\g<0></span>'
+# On a phone, columns of tables are as wide as their words. The theme gives them at least 5 rem.
+RULES = """@media (max-width: 44.9em) {
+  .md-typeset table:not([class]) :is(th, td) { min-width: 0; padding: 0.6em 0.5em; }
+}
+"""
 INTRODUCTION = """# Python
 
 These names are imported from `quark.torch`. [Command line](command-line.md) and
@@ -39,20 +47,35 @@ def on_files(files: Any, config: Any) -> Any:
     texts |= {COMMANDS: commands_page(), PYTHON: python_page()}
     for page, text in texts.items():
         files.append(File.generated(config, page, content=text))
+    files.append(File.generated(config, STYLE, content=RULES))
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Lead links between files to their pages; called by mkdocs."""
     source = next((k for k, v in COPIED.items() if v == page.file.src_uri), None)
-    folder = Path(source).parent if source else Path("docs")
-    return LINK.sub(lambda match: f"]({target(folder, match[1])}{match[2] or ''})", markdown)
+    folder, titles = Path(source).parent if source else Path("docs"), page_titles(config["nav"])
+
+    def change(link: re.Match[str]) -> str:
+        words, path = link[1], target(folder, link[2])
+        words = titles[path] if words.endswith(".md") else words
+        return f"{words}]({path}{link[3] or ''})"
+
+    return LINK.sub(change, markdown)
+
+
+def page_titles(nav: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the title of each page in the navigation."""
+    titles: dict[str, str] = {}
+    for title, place in (pair for entry in nav for pair in entry.items()):
+        titles |= {place: title} if isinstance(place, str) else page_titles(place)
+    return titles
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Keep flags in a sentence on one line: browsers break them after a hyphen."""
-    whole = r'<span style="white-space: nowrap">\g<0></span>'
-    return INLINE.sub(lambda code: FLAG.sub(whole, code[0]), html)
+    """Keep flags in a sentence, and dates in tables, on one line; called by mkdocs."""
+    html = INLINE.sub(lambda code: FLAG.sub(WHOLE, code[0]), html)
+    return DATE.sub(WHOLE, html)
 
 
 def target(folder: Path, link: str) -> str:

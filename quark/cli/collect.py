@@ -236,5 +236,7 @@ def read_statistics(directory: Path, flag: str, digests: bool = False) -> Statis
 
     try:
         return load_statistics(directory, digests)
+    except FileNotFoundError as error:
+        raise console.wrong(flag, f"{error} Give a directory that 'quark collect' wrote.") from None
     except (OSError, ValueError) as error:
         raise console.wrong(flag, str(error)) from None

@@ -151,8 +151,10 @@ def report(error: Exception) -> int:
         text += first_example(context.command.help or "")
     elif context is not None and hasattr(error, "possibilities"):
         text = _unknown_flag(error, text, context.command)
-    elif option is not None and "valid integer" in text:  # says typer
-        text = _no_number(option)
+    elif option is not None and ("valid integer" in text or "valid number" in text):  # says typer
+        text = _no_number(option, "valid integer" in text)
+    elif option is not None:
+        text = text.replace("Input should be greater than or equal to", "expected at least")
     text = " ".join(text.split()) or type(error).__name__
     if not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
@@ -174,11 +176,12 @@ def _unknown_flag(error: Any, text: str, command: Any) -> str:
     return f"{error.message}. {said}{example}"
 
 
-def _no_number(option: Any) -> str:
-    """Return the message for a value of a flag that is no whole number."""
+def _no_number(option: Any, is_whole: bool) -> str:
+    """Return the message for a value of a flag that is no number, or no whole one."""
     flag, default = option.opts[0], option.default
     example = f", such as {flag} {default}" if isinstance(default, int) else ""
-    return f"Invalid value for {flag}: expected a whole number{example}. {flag}: {option.help}"
+    kind = "whole number" if is_whole else "number"
+    return f"Invalid value for {flag}: expected a {kind}{example}. {flag}: {option.help}"
 
 
 def first_example(text: str) -> str:

@@ -35,6 +35,7 @@ from quark.cli.options import (
     counted_windows,
     panel,
 )
+from quark.cli.originals import check_original
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +152,7 @@ def evaluate(
     original = None if original is None else find_model(original, "--original")
     described = models.read_config(model_dir, "MODEL_DIR")
     if original is not None:
-        models.read_config(original, "--original")
+        check_original(model_dir, original, "MODEL_DIR")
     length = lengths.window_length(described, seq_len, SEQ_LEN)
     directories = [model_dir] if original is None else [original, model_dir]
     place: Any = {"device": accelerators.pick_device(device), "max_memory": max_memory}

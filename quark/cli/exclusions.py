@@ -35,6 +35,10 @@ def check_exclusions(
     from quark.torch.quantization.config.match import matches
     from quark.torch.quantization.config.resolution import OUTPUT_HEAD
 
+    if "*" in patterns:
+        raise console.wrong(
+            "--exclude_layers", "'*' leaves all layers in float. Name fewer, such as lm_head."
+        )
     unknown = []
     for pattern in patterns:
         if pattern == OUTPUT_HEAD or any(matches(name, [pattern]) for name in layers):

@@ -7,6 +7,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,9 @@ class Program(TyperGroup):
             raise typer.BadParameter(
                 f"{args[0]} is a path. Give a verb before it: quark inspect {shlex.quote(args[0])}"
             )
+        if args and args[0] not in self.commands and not get_close_matches(args[0], self.commands):
+            verbs = ", ".join(self.commands)
+            raise typer.BadParameter(f"quark has no verb {args[0]!r}. Verbs: {verbs}.")
         return super().resolve_command(context, args)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import format_bits, stage, wrong
+from quark.cli.missing_model import without_config, without_place
 from quark.cli.model_files import find_gguf
 
 if TYPE_CHECKING:
@@ -46,16 +47,11 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
     if directory.is_file():
         raise wrong(flag, f"{directory} is a file. Give its directory: {directory.parent}")
     if not directory.is_dir():
-        raise wrong(
-            flag,
-            f"there is no directory {directory} and no GGUF file of that name. Give the directory "
-            "of a model; download one with "
-            "'hf download OWNER/NAME --local-dir DIRECTORY'.",
-        )
+        raise wrong(flag, without_place(directory))
     try:
         return read_config_json(directory)
-    except FileNotFoundError as error:
-        raise wrong(flag, f"{error} The directory of a model has a config.json.") from None
+    except FileNotFoundError:
+        raise wrong(flag, without_config(directory)) from None
 
 
 def load_model(

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from quark.cli.console import first_example, open_log_file, set_quiet, set_verbose, wrong
+from quark.cli.other_names import MEANT_TYPES
 
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
@@ -127,7 +128,7 @@ DataTypeFlag = Annotated[
     _model(
         "--data_type",
         metavar="TYPE",
-        **one_of("--data_type", lambda: DATA_TYPES),
+        **one_of("--data_type", lambda: DATA_TYPES, meant=MEANT_TYPES),
         help="Data type of the loaded model: float16, bfloat16, float32, or auto (as stored).",
     ),
 ]

@@ -31,6 +31,7 @@ _FLAGS = {
     **dict.fromkeys(("max_length", "max_seq_len", "max_seq_length", "seqlen"), "seq_len"),
     **dict.fromkeys(("kv_cache_scheme", "kv_dtype"), "kv_cache_dtype"),
     **dict.fromkeys(("export", "export_fmt", "export_format"), "model_export"),
+    **dict.fromkeys(("custom_mode", "format", "model_export", "output_format"), "to"),
     "limit": "num_eval_data",
     "imatrix": "statistics",
     "q_group_size": "group_size",
@@ -38,10 +39,10 @@ _FLAGS = {
 }
 # Flag of other tools -> what to type, for verbs with --quant_scheme.
 _ADVICE = {
-    **dict.fromkeys(("bits", "load_in_4bit", "quantization_bit"), _SCHEME.format("int4_wo_128")),
+    **dict.fromkeys(("bits", "quantization_bit"), _SCHEME.format("int4_wo_128")),
     **dict.fromkeys(("q_bits", "w_bit", "wbits"), _SCHEME.format("int4_wo_128")),
-    "bnb_4bit_quant_type": _SCHEME.format("uint4_wo_64"),
-    "load_in_8bit": _SCHEME.format("int8_wo"),
+    **dict.fromkeys(("bnb_4bit_quant_type", "load_in_4bit"), _SCHEME.format("uint4_wo_64")),
+    "load_in_8bit": _SCHEME.format("ptpc_int8"),
     **dict.fromkeys(
         ("sym", "zero_point"),
         "The scheme has zero points or not: give --quant_scheme uint4_wo_128 or int4_wo_128.",
@@ -92,8 +93,15 @@ ALGORITHMS = {
     **dict.fromkeys(("hqq", "omniquant"), "--quant_algo gptq or awq"),
     "imatrix": "--quant_algo gptq",
 }
-# Data type of a cache in float.
-FLOAT_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32", "fp16", "fp32", "none")
+# Value of --data_type that is no type of a float model here -> what to type.
+_BITS = "--data_type auto: it is the type of the float model, and the scheme names the bits"
+MEANT_TYPES = {
+    **dict.fromkeys(("fp16", "half"), "--data_type float16"),
+    **dict.fromkeys(("float", "fp32"), "--data_type float32"),
+    **dict.fromkeys(("float8", "fp4", "fp8", "int4", "int8", "uint4"), _BITS),
+}
+FLOATS = ("bf16", "bfloat16", "float16", "float32", "fp16", "fp32")
+FLOAT_CACHES = ("auto", *FLOATS, "none")  # data types of a cache in float
 _PLACES = ("model_dir", "output_dir")
 _PLAIN = "Give directories without a flag."
 

@@ -29,6 +29,7 @@ from quark.cli.options import (
     counted_windows,
     panel,
 )
+from quark.cli.originals import check_original
 from quark.cli.outputs import check_page
 from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
 
@@ -209,7 +210,7 @@ def _find_models(directory: Path, original: Path | None) -> tuple[Path, Path | N
     find_container(directory, "DIR")
     if original is not None:
         original = find_model(original, "--original")
-        models.read_config(original, "--original")
+        check_original(directory, original, "DIR")
     return directory, original
 
 

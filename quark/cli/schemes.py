@@ -54,6 +54,11 @@ COMMON = (
     *("uint4_wo_32", "int4_wo_128", "uint4_wo_128", "nvfp4", "q4_k", "mxfp4"),
     *("int3_wo_128", "int2_wo_64"),
 )
+_CLIENTS = (
+    "Who runs which file: Transformers and vLLM the layout of Quark, compressed-tensors and fp8; "
+    "vLLM and SGLang awq, gptq and modelopt; llama.cpp gguf; ONNX Runtime onnx; mlx-lm mlx. "
+    "docs/serving.md tells the schemes of each."
+)
 Part = Annotated[
     str,
     typer.Argument(metavar="PART", show_default=False, help="List all names with this part."),
@@ -77,6 +82,18 @@ def schemes_of(layout: str) -> list[str]:
     names = [row["name"] for row in rows if layout in _holders(row)]
     usual = [name for name in ("int4_wo_128", *COMMON) if name in names]
     return [*dict.fromkeys([*usual, *names])]
+
+
+def files_of_layer(weight: str, input: str) -> set[str]:
+    """Return the layouts and files that hold a layer; empty if no listed scheme is like it.
+
+    Args:
+        weight: Its weight in words, as ``describe_layer`` has them.
+        input: Its input, likewise.
+    """
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["quant_scheme"]
+    alike = [row for row in rows if (row["weight"], row["input"]) == (weight, input)]
+    return {name for row in alike for name in _holders(row)}
 
 
 def register(app: typer.Typer) -> None:
@@ -106,6 +123,7 @@ def schemes(part: Part = "", show_all: ShowAll = False, as_json: Json = False) -
         names = ", ".join(row["name"] for row in caches)
         console.say(
             f"[bold]--kv_cache_dtype[/]: {names}\n\n"
+            f"{_CLIENTS}\n\n"
             f"{len(layers) - len(COMMON)} other schemes: [cyan]quark schemes --all[/]\n"
         )
         return

@@ -131,6 +131,8 @@ def check_new_file(path: str | Path, overwrite: bool = False) -> None:
         OSError: Nothing can be written there.
     """
     path = Path(path)
+    if path.is_dir():
+        raise FileExistsError(f"{path} is a directory. Give the name of a file in it.")
     if path.exists() and not (path.is_file() and overwrite):
         raise FileExistsError(f"{path} exists. Choose another name, or give --overwrite.")
     if not path.parent.is_dir():
@@ -197,7 +199,9 @@ def parse_json(data: bytes, path: str | Path) -> Any:
     try:
         return json.loads(data, object_pairs_hook=_unique_names)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): mend it, or copy it again."
+        ) from None
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -51,6 +51,20 @@ def test_flags_in_sentences_stay_on_one_line(site):
     assert f"<code>{whole} 32</code>" in site["tutorial/index.html"]
 
 
+def test_links_to_files_are_called_by_the_titles_of_their_pages(site):
+    page = words(site["index.html"])
+    assert "measured best for it" in page and "( Choose a scheme )" in page
+    text = [re.sub(r"<(code|pre)\b.*?</\1>", "", page, flags=re.DOTALL) for page in site.values()]
+    assert [link for page in text for link in re.findall(r"<a [^>]*>[\w/-]+\.md</a>", page)] == []
+
+
+def test_dates_in_tables_stay_on_one_line(site):
+    page = site["serving/index.html"]
+    dates = re.findall(r"<td>(.*?2026-11-\d\d.*?)</td>", page)
+    assert len(dates) >= 5
+    assert all(date.startswith('<span style="white-space: nowrap">2026-') for date in dates)
+
+
 def test_links_between_files_lead_to_pages():
     target = run_path(str(ROOT / "scripts/site_pages.py"))["target"]
     assert target(Path(), "docs/report.md") == "report.md"

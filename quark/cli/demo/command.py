@@ -124,7 +124,7 @@ def demo(
     # Windows removes no file that is mapped, such as those of the model that was loaded.
     with tempfile.TemporaryDirectory(prefix="quark-demo-", ignore_cleanup_errors=True) as temporary:
         directory = output_dir or Path(temporary) / shown.exported
-        comparison = compare([*shown.schemes], shown.exported, material, directory)
+        comparison = compare([*shown.schemes], shown.exported, material, directory, shown.is_timed)
         _reload(shown, material, directory, comparison)
     if picture is not None:
         _draw(picture, comparison.losses)
@@ -214,9 +214,10 @@ def _show_next(shown: Demonstration, output_dir: Path | None, page: Path, second
     where = (
         f"The result is in {output_dir}." if output_dir else "--output_dir DIR keeps the result."
     )
+    timed = "Tokens per second are those of the runtime fast on this machine. "
     console.say(
         f"\nDone in {seconds:.0f} s. Lower perplexity is better, and ± is a standard error. "
-        f"{shown.hint} {escape(where)}\n"
+        f"{timed * shown.is_timed}{shown.hint} {escape(where)}\n"
         f"\nPage, with what each model writes: {escape(str(page))}\n\nWith your own model:\n"
     )
     console.show_code(

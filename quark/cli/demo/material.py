@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ORIGINAL = "original"
 WINDOWS = 8  # windows of text, for calibration and for evaluation
+TIMED_TOKENS = 8
 REPETITION_PENALTY = 1.15  # small models repeat themselves without it
 
 
@@ -34,6 +35,7 @@ class Demonstration:
         new_tokens: Maximum length of the answer.
         hint: What else a reader should know of the losses.
         dtype: Type that the model is loaded in, ``auto`` for the stored one.
+        is_timed: Whether the speed of each result is measured.
     """
 
     schemes: Sequence[str]
@@ -43,6 +45,7 @@ class Demonstration:
     new_tokens: int
     hint: str
     dtype: str
+    is_timed: bool
 
 
 SHIPPED = Demonstration(
@@ -56,6 +59,7 @@ SHIPPED = Demonstration(
     24,
     "A model trained on more text may lose more, which --real shows.",
     "auto",
+    False,
 )
 REAL = Demonstration(
     ("ptpc_fp8", "ptpc_int8", "uint4_wo_32", "int4_wo_64", "mxfp4"),
@@ -65,6 +69,7 @@ REAL = Demonstration(
     32,
     "Algorithms such as --quant_algo gptq win back most of the loss.",
     "bfloat16",  # its file is a quantized one
+    True,
 )
 
 
@@ -81,6 +86,13 @@ class Material:
     def answer(self, model: nn.Module) -> str:
         """Return the answer of a model to the prompt, in one line."""
         return " ".join(self.prompt.answer(model).text.split())
+
+    def speed(self, model: nn.Module) -> float:
+        """Return the tokens per second of a model that answers, one token at a time."""
+        replace(self.prompt, new_tokens=2).answer(model)  # what happens once is not measured
+        measured = replace(self.prompt, new_tokens=TIMED_TOKENS).answer(model).tokens_per_second
+        assert measured is not None
+        return measured
 
     def logits(self, model: nn.Module) -> torch.Tensor:
         """Return the logits of a model for the first window of text, (1, length, vocabulary)."""

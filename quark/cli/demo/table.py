@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from quark.cli import console
 from quark.cli.demo.material import ORIGINAL, Material
-from quark.cli.models import EVALUATION
+from quark.cli.models import EVALUATION, load_model
 from quark.cli.quantize.config import layer_scheme
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Row:
     predictions: Predictions | None = None
     answer: str | None = None
     seconds: float | None = None
+    speed: float | None = None  # tokens per second
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Comparison:
                 bits_per_weight=row.bits,
                 predictions=row.predictions,
                 seconds=row.seconds or 0.0,
-                continuation=Continuation(row.answer),
+                continuation=Continuation(row.answer, row.speed),
             )
             for row in self.rows
             if row.bytes and row.predictions and row.answer is not None
@@ -86,8 +88,10 @@ class Comparison:
         return comparison_page(Content(text, material.prompt.text, models).to_dict(), generator)
 
 
-def compare(names: list[str], exported: str, material: Material, directory: Path) -> Comparison:
-    """Fill the table, and export one scheme."""
+def compare(
+    names: list[str], exported: str, material: Material, directory: Path, is_timed: bool = False
+) -> Comparison:
+    """Fill the table, and export one scheme; ``is_timed`` adds the speed of each."""
     from quark.torch.evaluation.perplexity import BATCH_SIZE
     from quark.torch.evaluation.predictions import Reference
     from quark.torch.pipeline.activation_store import ActivationStore
@@ -96,10 +100,12 @@ def compare(names: list[str], exported: str, material: Material, directory: Path
     original, *rows = [Row(name) for name in (ORIGINAL, *names)]
     sample: torch.Tensor | None = None
     kept = results_limit(False, None, "cpu")
-    with _live_table([original, *rows]) as show, ActivationStore(kept) as store:
+    with _live_table([original, *rows], is_timed) as show, ActivationStore(kept) as store:
         show()
         reference = Reference(store)
         _measure_original(original, material, reference)
+        if is_timed:
+            original.speed = material.speed(material.model)
         for row in rows:
             show()
             model = _quantize(row, material)
@@ -108,6 +114,8 @@ def compare(names: list[str], exported: str, material: Material, directory: Path
                 _export(model, material.tokenizer, directory)
                 sample = material.logits(model)
             row.answer = material.answer(model)
+            if is_timed:
+                row.speed = _speed(model, material)
             row.predictions = reference.compare(
                 _in_float(model), material.evaluation, BATCH_SIZE, title=row.scheme
             )
@@ -152,6 +160,13 @@ def _quantize(row: Row, material: Material) -> nn.Module:
     return model
 
 
+def _speed(model: nn.Module, material: Material) -> float:
+    """Return the tokens per second of a quantized model that is loaded from packed codes."""
+    with tempfile.TemporaryDirectory(prefix="quark-demo-", ignore_cleanup_errors=True) as directory:
+        _export(model, material.tokenizer, Path(directory))
+        return material.speed(load_model(Path(directory), runtime="fast"))
+
+
 def _in_float(model: nn.Module) -> nn.Module:
     """Convert a model in place to float32, in which most processors are faster than in bfloat16.
 
@@ -167,21 +182,21 @@ def _export(model: nn.Module, tokenizer: Any, directory: Path) -> None:
 
 
 @contextmanager
-def _live_table(rows: list[Row]) -> Iterator[Callable[[], None]]:
+def _live_table(rows: list[Row], is_timed: bool) -> Iterator[Callable[[], None]]:
     """Yield a function that shows the current rows: in place, or line after line."""
     if console.out.is_terminal:
         with (
-            Live(_table(rows), console=console.out) as live,
+            Live(_table(rows, is_timed), console=console.out) as live,
             redirect_stderr(_NonTerminal(sys.stderr)),
         ):
-            yield lambda: live.update(_table(rows), refresh=True)
+            yield lambda: live.update(_table(rows, is_timed), refresh=True)
         return
     printed = 0
 
     def show() -> None:
         nonlocal printed
         with console.out.capture() as captured:
-            console.out.print(_table(rows))
+            console.out.print(_table(rows, is_timed))
         lines = captured.get().rstrip().splitlines()
         known = len(lines) - sum(row.predictions is None for row in rows)
         if known > printed:
@@ -205,10 +220,11 @@ class _NonTerminal:
         return getattr(self._stream, name)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[Row], is_timed: bool) -> Table:
     table = console.table()
     table.add_column("scheme", no_wrap=True)
-    for column in ("bits/weight", "size", "perplexity", "change", "quantized in"):
+    columns = ["bits/weight", "size", "perplexity", "change", "quantized in"]
+    for column in [*columns, *["tokens/s"] * is_timed]:
         width = 16 if column == "change" else 10  # +100.0 % ± 10.0 %
         table.add_column(column, justify="right", min_width=width, no_wrap=True)
     for row in rows:
@@ -221,5 +237,6 @@ def _table(rows: list[Row]) -> Table:
             bits, size = console.format_bits(row.bits), console.format_bytes(row.bytes)
         if row.seconds is not None:
             seconds = f"{row.seconds:.1f} s"
-        table.add_row(row.scheme, bits, size, perplexity, change, seconds)
+        speed = ["" if row.speed is None else f"{row.speed:.1f}"] * is_timed
+        table.add_row(row.scheme, bits, size, perplexity, change, seconds, *speed)
     return table

@@ -39,6 +39,7 @@ def find_recipe(name: str) -> tuple[str, list[AlgoConfig]]:
         typer.BadParameter: No recipe has that name; the message names the nearest, or the scheme
             that has it.
     """
+    from quark.torch.quantization.config.algo import ALGO_CONFIGS
     from quark.torch.quantization.config.presets import scheme_names, similar_scheme
     from quark.torch.quantization.config.recipes import recipe
 
@@ -47,7 +48,9 @@ def find_recipe(name: str) -> tuple[str, list[AlgoConfig]]:
     except ValueError as error:
         near = similar_scheme(name, scheme_names())
         hint = f" For a scheme without a recipe, give --quant_scheme {near}." if near else ""
-        raise wrong("--recipe", f"{error}{hint}") from None
+        if name.lower() in ALGO_CONFIGS:
+            hint = f" An algorithm needs a scheme: --quant_scheme int4_wo_128 --quant_algo {name}."
+        raise wrong("--recipe", f"{str(error).removeprefix('recipe: ')}{hint}") from None
 
 
 def _read_files(request: Request) -> dict[str, AlgoConfig]:
@@ -79,5 +82,6 @@ def _read_files(request: Request) -> dict[str, AlgoConfig]:
             raise wrong(flag, f"{path} has the options of {options.name}, not of {name}.")
         given[options.name], name = options, None
     if name is not None:
-        raise wrong(flag, f"there is no file {name!r}.")
+        inline = " Write this JSON to a file, and give its name." if name.startswith("{") else ""
+        raise wrong(flag, f"there is no file {name!r}.{inline}")
     return given

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,7 @@ from quark.cli import console, models
 from quark.cli.loading import serve_commands
 from quark.cli.quantize.request import Request
 from quark.cli.quantize.tables import Outcome
+from quark.cli.schemes import files_of_layer
 
 if TYPE_CHECKING:
     from quark.torch.evaluation.predictions import Predictions
@@ -21,6 +24,12 @@ CARD = "README.md"
 _PLACE = "path/to/this/directory"
 _LICENSE = ("license", "license_name", "license_link")
 _TAGS = ("quark", "quantized")
+_MODULE = re.compile(r"= ((?:quark\.)?\w+)\.")  # of the line that loads a checkpoint
+# File -> what writes it for its client.
+_CONVERSIONS = {
+    "gguf": f"quark convert {_PLACE} GGUF --to gguf  # then: llama-cli -m GGUF/model.gguf",
+    "onnx": f"quark convert {_PLACE} ONNX --to onnx  # for ONNX Runtime",
+}
 
 
 @dataclass
@@ -63,7 +72,7 @@ class CardFacts:
         made: Any = ModelCardData(
             base_model=original_name(self.request.model_dir),
             library_name="transformers" if is_transformers else None,
-            tags=[*_TAGS, str(self.request.quant_scheme or self.request.recipe or "custom")],
+            tags=[*_TAGS, (self.request.quant_scheme or self.request.recipe or "custom").lower()],
             base_model_relation="quantized",
             **_license(self.request.model_dir),
         )
@@ -75,12 +84,17 @@ class CardFacts:
         name = original_name(self.request.model_dir)
         containers = [get_container(export) for export in self.request.exports]
         code = "\n".join(c.load_code(directory) for c in containers)
+        is_own = "hf_format" in self.request.exports and self.request.custom_mode == "quark"
+        is_own |= "= quark." in code
+        needed = "The package of Quark must be installed.\n\n" if is_own else ""
+        imports = "".join(f"import {x}\n" for x in dict.fromkeys(_MODULE.findall(code)))
         return (
             f"# {name.rpartition('/')[2]}, quantized\n\n"
             f"This is {name}, quantized with Quark {__version__}.\n\n"
             f"| | |\n|---|---|\n{self._table(directory)}\n"
-            f"## Load it\n\n```python\n{code.replace(str(directory), _PLACE)}\n```\n"
-            f"{_serving(containers, directory)}"
+            f"## Load it\n\n{needed}"
+            f"```python\n{imports}\n{code.replace(str(directory), _PLACE)}\n```\n"
+            f"{_serving(containers, directory)}{_conversions(self.request, directory)}"
         )
 
     def _table(self, directory: Path) -> str:
@@ -95,6 +109,11 @@ class CardFacts:
         rows["digest of the data"] = f"`{self.digest[:16]}`" if self.digest else ""
         if any(get_container(name).is_read for name in self.request.exports):
             summary = read_contents(directory).summary
+            kinds = Counter(layer.scheme.weight for layer in summary.layers)
+            if len(kinds) > 1:  # a recipe or flags for single layers
+                rows["weights"] = ", ".join(
+                    f"{words} ({n} layers)" for words, n in kinds.most_common()
+                )
             rows["layers"] = f"{len(summary.layers)} quantized"
             rows["bits per weight"] = console.format_bits(summary.bits_per_weight)
         sizes = [models.weight_bytes(path) for path in (self.request.model_dir, directory)]
@@ -116,6 +135,22 @@ def _serving(containers: Sequence[Container], directory: Path) -> str:
         return ""
     condition = "Whether a server computes this scheme depends on its release and the hardware."
     return f"\n## Serve it\n\n```bash\n{commands}\n```\n\n{condition}\n"
+
+
+def _conversions(request: Request, directory: Path) -> str:
+    """Return the section of the commands that convert a checkpoint for other clients."""
+    from quark.torch.export.recognition import read_contents
+
+    if "hf_format" not in request.exports or request.export_weight_format != "real_quantized":
+        return ""
+    schemes = [group.scheme for group in read_contents(directory).summary.schemes()]
+    holders = [files_of_layer(scheme.weight, scheme.input) for scheme in schemes]
+    both = set.intersection(*holders) if holders else set()
+    lines = [line for name, line in _CONVERSIONS.items() if name in both - {*request.exports}]
+    if not lines:
+        return ""
+    condition = "A conversion keeps codes and scales, or names what the other file cannot hold."
+    return f"\n## Convert it\n\n```bash\n{chr(10).join(lines)}\n```\n\n{condition}\n"
 
 
 def original_name(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
 from quark.cli.options import in_words
-from quark.cli.other_names import FLOAT_CACHES
+from quark.cli.other_names import FLOAT_CACHES, FLOATS
 from quark.cli.quantize.algorithm_options import find_recipe, make_algorithms
 from quark.cli.quantize.request import Request, split_names
 
@@ -348,6 +348,12 @@ def check_name(flag: str, name: str, names: Iterable[str]) -> None:
     names = list(names)
     if name.lower() in [known.lower() for known in names]:
         return
+    if name.lower() in FLOATS:
+        raise wrong(
+            flag,
+            f"{name!r} is a type of floats, not a scheme. Layers stay in float with "
+            "--exclude_layers; --data_type is the type of the model.",
+        )
     if name.lower() in ALGO_CONFIGS:
         example = f"--quant_scheme int4_wo_128 --quant_algo {name.lower()}"
         raise wrong(flag, f"{name!r} is an algorithm, not a scheme. Give both, such as {example}.")

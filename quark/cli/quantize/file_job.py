@@ -46,12 +46,7 @@ def goes_through_files(request: Request, described: dict[str, Any], config: Conf
             problem = problem or "the source is quantized"
         problem = problem or ("" if request.skip_evaluation else "give --skip_evaluation")
         if problem:
-            raise console.wrong(
-                "--model_dir",
-                "Transformers does not know the architecture "
-                f"{described.get('model_type')!r}, so the model cannot be loaded, and is only "
-                f"quantized from files to files: {problem}.",
-            )
+            raise console.wrong("--model_dir", _unknown_architecture(described, problem))
         return True
     if request.flow == "file2file" and problem:
         flag = "quant_flow" if request.quant_flow else "file2file_quantization"
@@ -61,14 +56,23 @@ def goes_through_files(request: Request, described: dict[str, Any], config: Conf
     return request.flow == "file2file"
 
 
+def _unknown_architecture(described: dict[str, Any], problem: str) -> str:
+    """Return the message for a model that Transformers cannot load, and files do not suffice."""
+    if described.get("model_type") is None:
+        return "its config.json lacks model_type. Copy config.json from the original model."
+    return (
+        f"Transformers does not know the architecture {described['model_type']!r}, so the model is "
+        f"only quantized from files to files: {problem}. A later version may know it: pip install "
+        "--upgrade transformers"
+    )
+
+
 def _needs_model(request: Request, config: Config) -> str:
     """Return why a request needs the model in memory, "" if it does not."""
-    from quark.torch.export.file_to_file import check_file_to_file
+    from quark.torch.export.file_to_file import needs_model
 
-    try:
-        check_file_to_file(config)
-    except ValueError as error:
-        return str(error).removesuffix(".")
+    if problem := needs_model(config):
+        return f"{problem}, so it needs the model in memory"
     if not any(request.model_dir.glob("*.safetensors")):
         return f"{request.model_dir} has no safetensors"
     if request.exports != ["hf_format"]:

@@ -283,6 +283,12 @@ def _check_scheme(request: Request) -> None:
         )
     if len(request.layer_quant_scheme or []) % 2:
         raise wrong("--layer_quant_scheme", "expected a pattern and a scheme, such as '*.0.*' fp8.")
+    for pattern, scheme in zip(named, (request.layer_quant_scheme or [])[1::2], strict=True):
+        if "*" in scheme:
+            raise wrong(
+                "--layer_quant_scheme",
+                f"the pattern comes first: --layer_quant_scheme '{scheme}' {pattern}",
+            )
     sizes = request.group_size_per_layer or []
     if len(sizes) % 2 or not all(size.isdecimal() and int(size) for size in sizes[1::2]):
         raise wrong(

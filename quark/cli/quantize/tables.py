@@ -141,7 +141,7 @@ def scheme_rows(request: Request, config: Config) -> dict[str, str]:
     from quark.torch.quantization.config.description import describe, describe_layer
 
     main = describe_layer(config.global_quant_config)
-    rows = {"scheme": str(request.quant_scheme or request.recipe or request.config)}
+    rows = {"scheme": _scheme_name(request)}
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)
     rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
@@ -151,6 +151,16 @@ def scheme_rows(request: Request, config: Config) -> dict[str, str]:
         rows[f"  {pattern}"] = scheme
     rows["algorithms"] = ", ".join(options.name for options in config.algo_config or [])
     return rows
+
+
+def _scheme_name(request: Request) -> str:
+    """Return the scheme, with the recipe that it comes from, or the file of the configuration."""
+    from quark.torch.quantization.config.recipes import RECIPES
+
+    if request.recipe is None:
+        return str(request.quant_scheme or request.config)
+    name = request.recipe.lower()
+    return f"{RECIPES[name][0]} (recipe {name})"
 
 
 def _describe_output(request: Request) -> str:
@@ -244,7 +254,7 @@ def show_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) -> No
         rows["size on disk"] = (
             f"{console.format_bytes(before)} → {console.format_bytes(after)} ({share})"
         )
-    rows["calibration"] = f"{outcome.seconds:.1f} s"
+    rows["quantizing"] = f"{outcome.seconds:.1f} s"
     if plan is not None:
         rows |= _compare(request, outcome, plan)
     if outcome.finish is not None:
@@ -288,7 +298,7 @@ def _describe_outcome(request: Request, outcome: Outcome, plan: RunPlan | None) 
         data |= {"layers": len(summary.layers), "bits_per_weight": summary.bits_per_weight}
     data |= {
         "float_layers": outcome.left,
-        "calibration_seconds": outcome.seconds,
+        "quantizing_seconds": outcome.seconds,
         "seconds": time.monotonic() - outcome.start,
         "peak_memory": peak_memory(),
         "plan": None if plan is None else plan.to_dict(),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from quark.torch.evaluation.chats import RenderChat, join_messages
+from quark.torch.quantization.config.name_lookup import nearest
 
 DATASET_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")  # [owner/]name[:configuration]
 TEXT_FILES = (".txt", ".md")  # in UTF-8
@@ -56,7 +57,7 @@ def load_documents(
         records = _dataset_records(str(source), split)
         documents = [_record_text(record, text_field, source, render) for record in records]
     else:
-        raise FileNotFoundError(f"there is no file or directory {source}. {_GIVE_TEXT}")
+        raise FileNotFoundError(_missing(source))
     if not any(document.strip() for document in documents):
         raise ValueError(f"there is no text in {source}. {_GIVE_TEXT}")
     return documents
@@ -74,16 +75,33 @@ def check_source(source: str | Path) -> None:
     if path.is_file():
         _check_kind(path)
     elif not (path.is_dir() or _is_dataset_name(source)):
-        raise FileNotFoundError(f"there is no file or directory {source}. {_GIVE_TEXT}")
+        raise FileNotFoundError(_missing(source))
     if not path.is_file() or path.suffix.lower() not in TEXT_FILES:
         _import_datasets(source)
+
+
+def _missing(source: str | Path) -> str:
+    """Return the message for a source that does not exist, with what was likely meant."""
+    path, parts = Path(source), str(source).split(",")
+    if len(parts) > 1:
+        share = round(1 / len(parts), 2)
+        shares = [share] * (len(parts) - 1) + [round(1 - share * (len(parts) - 1), 2)]
+        mixture = ",".join(f"{p.strip()}:{s:g}" for p, s in zip(parts, shares, strict=True))
+        return f"there is no file {source}. Give each source its share, such as {mixture}"
+    known = (*TEXT_FILES, *FILE_READERS)
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    near = nearest(path.name, [p.name for p in beside if p.suffix.lower() in known], count=1)
+    hint = f"Did you mean {(path.parent / near[0]).as_posix()!r}? " if near else ""
+    return f"there is no file or directory {source}. {hint}{_GIVE_TEXT}"
 
 
 def _check_kind(path: Path) -> None:
     kind = path.suffix.lower()
     if kind not in (*TEXT_FILES, *FILE_READERS):
         known = ", ".join([*TEXT_FILES, *FILE_READERS])
-        raise ValueError(f"{path} is of unknown type {kind!r}; expected one of {known}")
+        raise ValueError(
+            f"{path} is of unknown type {kind!r}; expected one of {known}. Save its text as .txt"
+        )
 
 
 def _is_dataset_name(source: str | Path) -> bool:

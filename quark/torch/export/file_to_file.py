@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import compute_buffers
-from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
+from quark.torch.export.checkpoint.config_json import SECTION, note_run, read_config_json
 from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_source import (
@@ -67,23 +67,27 @@ def check_file_to_file(config: Config) -> None:
         ValueError: It has algorithms, static activations or keys after rotary embedding, which a
             model in memory and mostly data decide.
     """
-    problem = None
-    layers = [config.global_quant_config, *config.layer_type_quant_config.values()]
-    layers += [*config.layer_quant_config.values(), *config.kv_cache_quant_config.values()]
-    if config.algo_config:
-        problem = f"{config.algo_config[0].name} runs the model"
-    elif needs_data(layers):
-        problem = "static activation scales are calibrated on data"
-    elif config.softmax_quant_spec is not None:
-        problem = "softmax_quant_spec changes how the model runs"
-    elif config.kv_cache_post_rope and config.kv_cache_quant_config:
-        problem = "kv_cache_post_rope changes how the model runs"
-    if problem:
+    if problem := needs_model(config):
         raise ValueError(
             f"Files cannot be quantized without a model in memory: {problem}. Load the model and "
             "call ModelQuantizer.quantize_model, or choose a scheme of weights alone or with "
             "dynamic activations."
         )
+
+
+def needs_model(config: Config) -> str:
+    """Return why a configuration needs a model in memory, "" if weights alone decide."""
+    layers = [config.global_quant_config, *config.layer_type_quant_config.values()]
+    layers += [*config.layer_quant_config.values(), *config.kv_cache_quant_config.values()]
+    if config.algo_config:
+        return f"{config.algo_config[0].name} runs the model"
+    if needs_data(layers):
+        return "static activation scales are calibrated on data"
+    if config.softmax_quant_spec is not None:
+        return "softmax_quant_spec changes how the model runs"
+    if config.kv_cache_post_rope and config.kv_cache_quant_config:
+        return "kv_cache_post_rope changes how the model runs"
+    return ""
 
 
 def quantize_files(
@@ -200,6 +204,7 @@ def _prepare(
     replace_layers(model, layers)
     _untie_quantized(model)
     mark_as_quantized(model, config)
+    note_run(model, config)
     for name in kept:
         assert source is not None
         source.put(model, name)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from quark.torch.export.checkpoint.config_json import note_run
 from quark.torch.export.checkpoint.prequantized import announce_kept, keep_prequantized_layers
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.containers.safetensors import CopiedFiles
@@ -222,10 +223,7 @@ class ModelQuantizer:
                 calibrate(model, plan)
             share_token_counts(model)
             mark_as_quantized(model, plan.config)
-            if plan.data_digest is not None:
-                model.calibration_sha256 = plan.data_digest  # type: ignore[assignment]
-                if widens_products(model):
-                    model.calibration_products = "float32"  # type: ignore[assignment]
+            note_run(model, plan.config, plan.data_digest, widens_products(model))
             logger.info("Model quantization has been completed.")
         return model
 

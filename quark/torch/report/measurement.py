@@ -18,7 +18,7 @@ from torch import nn
 
 from quark.torch.evaluation.predictions import Predictions, Reference
 from quark.torch.evaluation.scripts import read_shares
-from quark.torch.export.checkpoint.config_json import notes_of
+from quark.torch.export.checkpoint.config_json import ALGORITHMS, notes_of
 from quark.torch.export.checkpoint.reader import Loading
 from quark.torch.export.checkpoint.streamed_model import stream_loading
 from quark.torch.export.checkpoint_contents import weight_bytes
@@ -191,6 +191,10 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
     """Return the report; ``known`` has the figures that come from other sources."""
     model, config = loading.model, loading.fmt.config
     algorithms = tuple(options.name for options in config.algo_config or [])
+    noted = notes_of(getattr(model, "config", None)).get(ALGORITHMS)
+    if noted not in (None, "none"):
+        algorithms = tuple(dict.fromkeys([*algorithms, *noted.split(", ")]))
+    names_algorithms = noted is not None or known["method"] == QuarkFormat.name
     total = sum(entry.nbytes for entry in loading.reader.entries.values())
     floats = float_parts(model, config)
     configs = {name: layer.quant_config for name, layer in packed_layers(model).items()}
@@ -206,9 +210,7 @@ def _report(loading: Loading, layers: list[Layer], **known: Any) -> Report:
         ],
         advice=[]
         if is_harmless(known["predictions"])
-        else remedies(
-            layers, configs, algorithms, config.exclude, known["method"] == QuarkFormat.name
-        ),
+        else remedies(layers, configs, algorithms, config.exclude, names_algorithms),
         worst=worst_layers(layers),
         kinds=kinds(layers, floats, total),
         layers=_with_few_histograms(layers),

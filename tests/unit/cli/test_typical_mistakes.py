@@ -22,6 +22,8 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("Hello.", encoding="utf-8")
     (tmp_path / "binary.txt").write_bytes(bytes(range(256)))
     (tmp_path / "fields.json").write_text('[{"body": "x"}]', encoding="utf-8")
+    (tmp_path / "notes.pdf").write_bytes(b"%PDF-1.4")
+    (tmp_path / "damp.json").write_text('{"name": "gptq", "damp": 0.1}', encoding="utf-8")
     chat = '{"messages": [{"role": "user", "content": "Hi."}]}\n'
     (tmp_path / "chat.jsonl").write_text(chat, encoding="utf-8")
     (tmp_path / "BARE").mkdir()
@@ -136,7 +138,7 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         ([*QUANTIZE, "--quant_scheme", "FP8_DEFAULT_CFG"], "Did you mean 'fp8'?"),
         ([*QUANTIZE, "--quant_scheme", "Q4_K_M"], "Did you mean 'q4_k'?"),
         ([*QUANTIZE, "--bits", "4"], "Give one, such as --quant_scheme int4_wo_128"),
-        ([*QUANTIZE, "--load_in_8bit"], "Give one, such as --quant_scheme int8_wo;"),
+        ([*QUANTIZE, "--load_in_8bit"], "Give one, such as --quant_scheme ptpc_int8;"),
         ([*FP8, "--dataset", "empty.txt"], "there is no text in empty.txt. Give a text file"),
         ([*FP8, "--dataset", "short.txt"], "give more text or a length of at most 7"),
         ([*FP8, "--dataset", "binary.txt"], "is not UTF-8 text"),
@@ -185,6 +187,37 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         (["quark", "schemes", "--all"], "Give 'quark' once: quark schemes --all"),
         (["MODEL", "--quant_scheme", "fp8"], "Give a verb before it: quark inspect MODEL"),
         (["version"], "give quark --version"),
+        (["install"], "quark has no verb 'install'. Verbs: demo, quantize, collect"),
+        (["convert", "MODEL", "OUT", "--custom_mode", "awq"], "Give --to."),
+        ([*FP8, "--data_type", "half"], "Give --data_type float16."),
+        ([*FP8, "--data_type", "int8"], "Give --data_type auto: it is the type of the float model"),
+        ([*QUANTIZE, "--quant_scheme", "fp16"], "is a type of floats, not a scheme."),
+        ([*QUANTIZE, "--quant_scheme", "int8dq"], "Did you mean 'ptpc_int8'?"),
+        ([*QUANTIZE, "--recipe", "gptq"], "--quant_scheme int4_wo_128 --quant_algo gptq."),
+        ([*FP8, "--seq_len", 0], "expected at least 2"),
+        (["search", "--model_dir", "MODEL", "--target_bits", "4bit"], "expected a number."),
+        (["merge", "MODEL", "--output_dir", "OUT"], "Give a directory that 'quark collect' wrote."),
+        (["report", "MODEL", "--output", "EXISTS"], "Give the name of a file in it."),
+        (["inspect", "short.txt"], "short.txt is of no known kind"),
+        (
+            [*FP8, "--dataset", "short.txt,empty.txt"],
+            "Give each source its share, such as short.txt:0.5,empty.txt:0.5",
+        ),
+        ([*FP8, "--dataset", "shorrt.txt"], "Did you mean 'short.txt'?"),
+        ([*FP8, "--dataset", "notes.pdf"], "Save its text as .txt"),
+        (
+            [*FP8, "--layer_quant_scheme", "int4_wo_32", "*q_proj"],
+            "the pattern comes first: --layer_quant_scheme '*q_proj' int4_wo_32",
+        ),
+        ([*FP8, "--exclude_layers", "*"], "Name fewer, such as lm_head."),
+        (
+            [*FP8, "--quant_algo", "gptq", "--quant_algo_config_file", '{"name": "gptq"}'],
+            "Write this JSON to a file, and give its name.",
+        ),
+        (
+            [*FP8, "--quant_algo", "gptq", "--quant_algo_config_file", "damp.json"],
+            "Did you mean 'damp_percent'?",
+        ),
         (
             [*QUANTIZE, "--quant_scheme", "int4_awq"],
             "Give --quant_scheme int4_wo_128 --quant_algo awq.",

@@ -9,18 +9,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quark.torch.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from quark.torch.quantization.config.config import Config
 
 Model = TypeVar("Model")
 
 CONFIG, SECTION, MLX_SECTION = "config.json", "quantization_config", "quantization"
+ALGORITHMS = "quantization_algorithms"
 # Notes of the calibration beside the section -> their values: the digest of the data, the type in
-# which 16-bit floats were multiplied if it is not their own, and the shares of scripts in its text.
+# which 16-bit floats were multiplied if it is not their own, the shares of scripts in its text, and
+# names of algorithms, for formats whose section does not have them.
 _NOTES = {
     "calibration_sha256": "[0-9a-f]{64}",
     "calibration_products": "float32",
+    ALGORITHMS: "[a-z0-9_]+(, [a-z0-9_]+)*",
     "calibration_scripts": r"[A-Z][a-z]+ [01]\.\d{4}(, [A-Z][a-z]+ [01]\.\d{4})*",
 }
 # File with settings -> quant_method, which the file does not name.
@@ -128,6 +134,23 @@ def calibration_notes(config: Mapping[str, Any]) -> dict[str, str]:
 def notes_of(model: object) -> dict[str, str]:
     """Return the notes of the calibration of a model, by name."""
     return calibration_notes({name: getattr(model, name, None) for name in _NOTES})
+
+
+def note_run(model: Any, config: Config, digest: str | None = None, widened: bool = False) -> None:
+    """Let a model remember how it was quantized, for every format that it is written in.
+
+    Args:
+        model: The model.
+        config: Its configuration, with the algorithms that ran.
+        digest: SHA-256 of the calibration data, None without any.
+        widened: Whether calibration multiplied 16-bit floats in float32.
+    """
+    names = ", ".join(options.name for options in config.algo_config or [])
+    setattr(model, ALGORITHMS, names or "none")
+    if digest is not None:
+        model.calibration_sha256 = digest
+        if widened:
+            model.calibration_products = "float32"
 
 
 def keep_notes(model: Model, config: Mapping[str, Any]) -> Model:

@@ -61,6 +61,8 @@ def load_float_model(
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if first.startswith("Error no file named"):
+            first = "there is no model.safetensors or pytorch_model.bin. Copy the weights there."
         raise ValueError(f"{directory}: Transformers cannot load it: {first}") from error
     _check_report(model, report, directory)
     loaded: nn.Module = model

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 STEM = "model"  # of the names of files, as Transformers reads them
 INDEX_SUFFIX = ".safetensors.index.json"
 NATIVE = "model_state_dict.pth"
+_POINTER = b"version https://git-lfs.github.com/"  # the beginning of a pointer of Git LFS
 # Types as safetensors spells them -> their names in torch.
 TYPES = {
     "BOOL": "bool",
@@ -111,7 +112,9 @@ class Headers:
         for file in files:
             # Names come from a file: they must not lead out of the directory.
             if Path(file).name != file or not (self.directory / file).is_file():
-                raise FileNotFoundError(f"{self.directory} lacks {file}, which its index names.")
+                raise FileNotFoundError(
+                    f"{self.directory} lacks {file}, which its index names: copy it too."
+                )
         return files
 
     def _read(self, file: str) -> Iterator[tuple[str, StoredHeader]]:
@@ -141,6 +144,12 @@ def open_file(path: Path, framework: str) -> Any:
     try:
         return safe_open(path, framework=framework)
     except SafetensorError as error:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ValueError(
+                    f"{path} is a pointer of Git LFS, without the weights: run 'git lfs pull' in "
+                    f"{path.parent}, or download the model with 'hf download'."
+                ) from None
         raise ValueError(
             f"{path} is damaged or not a safetensors file ({error}): copy or export it again."
         ) from None

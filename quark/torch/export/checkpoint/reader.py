@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
+from quark.torch.export.checkpoint.config_json import note_run
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.low_rank_config import declare_low_rank
@@ -206,6 +207,8 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     devices = {n: p.device for n, p in [*model.named_parameters(), *model.named_buffers()]}
     prepare_layers(model, fmt, layers)
     mark_as_quantized(model, fmt.config)
+    if fmt.name == "quark":
+        note_run(model, fmt.config)
     return Loading(model, fmt, reader, outline, tied, devices)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from quark import __version__
-from quark.torch.export.checkpoint.config_json import notes_of, write_settings_file
+from quark.torch.export.checkpoint.config_json import ALGORITHMS, notes_of, write_settings_file
 from quark.torch.export.checkpoint.graphs import (
     GRAPH,
     edge_tensors,
@@ -331,6 +331,8 @@ def write_model_files(
 
     config: Any = getattr(model, "config", None)
     notes = notes_of(model)
+    if section.get("quant_method") == "quark":  # its section has the algorithms with their options
+        notes.pop(ALGORITHMS, None)
     if isinstance(config, Mapping):
         write_json(directory / "config.json", {**config, "quantization_config": section})
     elif not hasattr(config, "save_pretrained"):

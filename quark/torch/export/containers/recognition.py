@@ -34,7 +34,8 @@ def recognize_container(path: str | Path) -> Container:
     matches = [c for c in containers if c.holds(path)]
     if not matches:
         kinds = ", ".join(c.title for c in containers)
-        problem = f"has no {CONFIG}" if path.is_dir() else "does not exist or is of no known kind"
+        is_there = "is of no known kind" if path.exists() else "does not exist"
+        problem = f"has no {CONFIG}" if path.is_dir() else is_there
         raise FileNotFoundError(f"{path} {problem}: give a checkpoint ({kinds}).")
     sharing = [c for c in matches if c.has_config_json]
     if len(sharing) > 1:

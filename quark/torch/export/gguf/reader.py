@@ -232,4 +232,6 @@ class GgufFile:
         return self._data[self._position - count : self._position]
 
     def _damaged(self, why: str) -> ValueError:
-        return ValueError(f"{self.path} is damaged or not a supported GGUF file: {why}.")
+        return ValueError(
+            f"{self.path} is damaged or not a supported GGUF file: {why}. Copy it again."
+        )

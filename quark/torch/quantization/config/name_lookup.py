@@ -52,9 +52,13 @@ def printable(text: str) -> str:
 
 
 def nearest(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """Return the choices most similar to ``name``, best first."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    return [by_lower[n] for n in difflib.get_close_matches(name.lower(), by_lower, count, 0.5)]
+    """Return the choices most similar to ``name``, best first: misspelled, cut off, others."""
+    by_lower, lower = {choice.lower(): choice for choice in choices}, name.lower()
+    longer = [n for n in by_lower if len(lower) > 2 and n.startswith(lower)]
+    misspelled, similar = (
+        difflib.get_close_matches(lower, by_lower, count, ratio) for ratio in (0.75, 0.5)
+    )
+    return [by_lower[n] for n in dict.fromkeys([*misspelled, *longer, *similar])][:count]
 
 
 def names_as_subject(names: Iterable[str], count: int = 3) -> str:

@@ -234,7 +234,7 @@ _SPELLINGS = (
 )
 
 # Spellings of other tools: W8A8_FP8, int4wo, and 4bit.
-_OTHER_NAMES = {"w8a8_fp8": "ptpc_fp8"}
+_OTHER_NAMES = {"w8a8_fp8": "ptpc_fp8", "float8dq": "ptpc_fp8", "int8dq": "ptpc_int8"}
 _WEIGHT_ONLY = re.compile(r"^(u?int\d|fp8)[-_]?wo\b(?!_).*")
 _BITS = re.compile(r"(?:nf|bnb|q|w|int)?[-_ ]?([2-8])[-_ ]?(?:bits?|b)?")
 

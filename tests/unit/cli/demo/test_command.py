@@ -3,12 +3,13 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from quark.cli import console
-from quark.cli.demo import material
+from quark.cli.demo import command, material
 
 NAMES = ["original", "fp8", "int4_wo_128"]
 
@@ -55,6 +56,22 @@ def test_the_table_and_the_checkpoint(quark, tmp_path):
     assert found["schemes"][0]["scheme"]["weight"] == "int4 per group 128 sym"
     assert f"{found['bytes'] / 1e6:.1f} MB" == rows[2][2]
     assert "<title>int4_wo_128: 4.281 bits, " in picture.read_text(encoding="utf-8")
+
+
+def test_speed(quark, tmp_path, monkeypatch):
+    """The real model's demo times each scheme from packed codes; here the shipped model does."""
+    timed = replace(material.SHIPPED, is_timed=True)
+    monkeypatch.setattr(command, "SHIPPED", timed)
+    page = tmp_path / "page.html"
+    result = quark("demo", "--schemes", "int8_wo,int4_wo_128", "--output", page)
+    assert result.exit_code == 0, result.output
+    assert re.search("quantized in +tokens/s", result.stdout.partition("original")[0])
+    rows = re.findall(r"^ +(original|int8_wo|int4_wo_128) +\d.* ([\d.]+) *$", result.stdout, re.M)
+    assert [row[0] for row in rows] == ["original", "int8_wo", "int4_wo_128"]
+    assert all(float(row[1]) > 0.1 for row in rows)
+    assert "Tokens per second are those of the runtime fast" in " ".join(result.stdout.split())
+    shown = page.read_text(encoding="utf-8")
+    assert "tokens/s</button>" in shown and all(row[1] in shown for row in rows)
 
 
 def test_on_a_terminal_the_table_fills_in_place(quark, monkeypatch, tmp_path):

@@ -50,7 +50,11 @@ def test_card(quantize, model_dir, text):
         "perplexity": f"{' '.join(perplexity[1:])} on text.txt",
     }
     assert 'AutoModelForCausalLM.from_pretrained("path/to/this/directory")' in card
+    assert "The package of Quark must be installed.\n\n```python\nimport transformers\n" in card
     assert "```bash\nvllm serve path/to/this/directory\n```" in card
+    for other in ("gguf", "onnx"):
+        command = f"quark convert path/to/this/directory {other.upper()} --to {other}"
+        assert command in card.partition("## Convert it")[2]
     assert str(path.parent) not in card
     assert str(text.parent) not in card
     listed = dict(line.split("  ")[::-1] for line in (path / DIGESTS).read_text().splitlines())
@@ -64,6 +68,32 @@ def test_the_same_run_writes_the_same_card(quantize, text):
     assert (first / "README.md").read_bytes() == (second / "README.md").read_bytes()
     other, _ = quantize("--quant_scheme", "int8", "--num_calib_data", "3")
     assert rows(other)["digest of the data"] != rows(first)["digest of the data"]
+
+
+def test_the_scheme_of_a_recipe(quantize):
+    path, _ = quantize("--recipe", "W8")
+    assert rows(path)["scheme"] == "int8_wo (recipe w8)"
+    assert metadata_load(path / "README.md")["tags"] == ["quark", "quantized", "w8"]
+
+
+def test_groups_of_several_sizes(quantize):
+    """The flags say 32; two of seven kinds of layers have groups of 16."""
+    smaller = [
+        *("--group_size_per_layer", "*q_proj", 16),
+        *("--group_size_per_layer", "*v_proj", 16),
+    ]
+    path, _ = quantize("--quant_scheme", "W4A16", "--group_size", 32, *smaller)
+    words = "int4 per group 32 sym (10 layers), int4 per group 16 sym (4 layers)"
+    assert rows(path)["weights"] == words
+
+
+def test_conversions_are_those_that_hold_the_layers(quantize):
+    """GGUF has no inputs of 8 bits for each token; fake quantization is no packed checkpoint."""
+    path, _ = quantize("--quant_scheme", "ptpc_int8")
+    assert "--to onnx" in (path / "README.md").read_text("utf-8")
+    assert "--to gguf" not in (path / "README.md").read_text("utf-8")
+    path, _ = quantize("--quant_scheme", "int4_wo_32", "--export_weight_format", "fake_quantized")
+    assert "## Convert it" not in (path / "README.md").read_text("utf-8")
 
 
 def test_from_files_to_files(quantize):

@@ -184,15 +184,20 @@ class TestDamagedSafetensors:
     @pytest.mark.parametrize(
         "content",
         [
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n",
             b"hello",
             struct.pack("<Q", 1 << 60) + b"{}",
             struct.pack("<Q", 2) + b"[]",
         ],
-        ids=["lfs_pointer", "text", "huge_header", "no_mapping"],
+        ids=["text", "huge_header", "no_mapping"],
     )
     def test_something_else(self, tmp_path, content):
         self.damaged(tmp_path, content)
+
+    def test_a_pointer_of_git_lfs(self, tmp_path):
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
+        (tmp_path / "model.safetensors").write_bytes(pointer)
+        with pytest.raises(ValueError, match=r"is a pointer of Git LFS, .* run 'git lfs pull'"):
+            CheckpointReader(tmp_path)
 
 
 class TestIndex:

@@ -78,8 +78,8 @@ def test_what_is_written_alone_is_not_read(written, tmp_path):
     ("make", "said"),
     [
         (lambda path: path.mkdir(), r"has no config\.json"),
-        (lambda path: path.write_text("x"), "does not exist or is of no known kind"),
-        (lambda path: None, "does not exist or is of no known kind"),
+        (lambda path: path.write_text("x"), "is of no known kind: give a checkpoint"),
+        (lambda path: None, "does not exist: give a checkpoint"),
     ],
     ids=["empty", "file", "nothing"],
 )
