@@ -179,8 +179,29 @@ def build_graph(graph: Any = None) -> Any:
     )
 
 
+class Residual(nn.Module):
+    """Two blocks of a linear layer each, beside which values pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.ModuleDict({"proj": nn.Linear(32, 32)}) for _ in range(2)]
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return outputs, (sequences, tokens, 32), of inputs of the same shape."""
+        for block in self.layers:
+            values = values + block["proj"](values)
+        return values
+
+
+def sequences() -> torch.Tensor:
+    """Return inputs of the blocks, (2, 8, 32)."""
+    return torch.linspace(-1, 1, 512).reshape(2, 8, 32)
+
+
 def quantize_blocks(journal: Path) -> Any:
-    """Return a small Llama whose blocks are quantized by GPTQ, with a journal that stays."""
+    """Return blocks that GPTQ quantized one by one, with a journal that stays."""
     from quark.torch import Journal, ModelQuantizer
     from quark.torch.quantization.config.config import Config, GPTQConfig, QuantizationConfig
     from quark.torch.quantization.config.spec import QuantizationSpec
@@ -188,13 +209,10 @@ def quantize_blocks(journal: Path) -> Any:
     weight = QuantizationSpec(
         "int4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=True, is_dynamic=False
     )
-    config = Config(
-        QuantizationConfig(weight=weight), exclude=["lm_head"], algo_config=[GPTQConfig()]
-    )
+    config = Config(QuantizationConfig(weight=weight), algo_config=[GPTQConfig()])
     with Journal(journal) as opened:
         quantizer = ModelQuantizer(config, journal=opened)
-        model = build_float(num_hidden_layers=2)
-        return quantizer.freeze(quantizer.quantize_model(model, [ids()]))
+        return quantizer.freeze(quantizer.quantize_model(Residual().eval(), [sequences()]))
 
 
 def write(kind: str, directory: Path) -> None:
