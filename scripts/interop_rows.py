@@ -48,6 +48,7 @@ CLOSE = Expected(perplexity=0.5)
 ALIGNED = EXACT._replace(beside=SUMS)
 ALIGNED_TIES = TIES._replace(beside=SUMS)
 ALIGNED_CLOSE = CLOSE._replace(beside=SUMS)
+ALIGNED_CACHE = ALIGNED_TIES._replace(may_refuse=True)  # fp8 caches of vLLM take AVX-512
 LACKS = Expected(perplexity=2, may_refuse=True)  # in bfloat16, or not at all
 OTHER_INPUTS = Expected(perplexity=3)  # vLLM rounds inputs that the checkpoint leaves in float
 
@@ -151,7 +152,8 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", "quark", ALIGNED, (SIGNED, *GROUPS_OF_4, *MX_WEIGHTS)),
     ("vllm", "quark", ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", *MX_INPUTS)),
     ("vllm", "quark", ALIGNED_CLOSE, INT8_PER_TOKEN),  # the largest value of a token is a tie
-    ("vllm", "quark", ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE, OFFSETS, STATIC)),
+    ("vllm", "quark", ALIGNED_TIES, (OFFSETS, STATIC)),
+    ("vllm", "quark", ALIGNED_CACHE, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", "quark", ALIGNED_CLOSE, (DYNAMIC,)),  # the range of a prompt differs in its last bit
     ("vllm", "quark", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
     ("vllm", "quark", LACKS, (*UNKNOWN_TO_VLLM, "nvfp4_weight_only")),
@@ -162,12 +164,13 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", CT, ALIGNED, ("int8_wo", "int8_wo_128")),
     ("vllm", CT, ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", "nvfp4", "mxfp4")),
     ("vllm", CT, ALIGNED_CLOSE, INT8_PER_TOKEN),
-    ("vllm", CT, ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE)),
+    ("vllm", CT, ALIGNED_CACHE, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
     ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "int5_wo_128", "int6_wo_128", "mxfp8")),
     ("vllm", CT, LACKS, ("int7_wo_128", "w_int4_per_group_a_int8_per_token_dynamic")),
     ("vllm", "modelopt", LACKS, ("fp8", "nvfp4", "nvfp4_weight_only", "mxfp8")),
-    ("vllm", "fp8", ALIGNED_TIES, ("fp8", "fp8" + CACHE)),
+    ("vllm", "fp8", ALIGNED_TIES, ("fp8",)),
+    ("vllm", "fp8", ALIGNED_CACHE, ("fp8" + CACHE,)),
     (AS_IT_IS, "quark", LACKS, ("int8", W8A8, "ptpc_int8", "ptpc_fp8", "fp8", *GROUPS_OF_4)),
     (AS_IT_IS, "quark", LACKS, ("mxfp4", "nvfp4", "mxfp8")),
     (AS_IT_IS, "awq", LACKS, (SIGNED, "int4_wo_128", "uint4_wo_128")),
