@@ -47,7 +47,7 @@ TIES = Expected(median=1e-5, perplexity=0.5)
 CLOSE = Expected(perplexity=0.5)
 ALIGNED = EXACT._replace(beside=SUMS)
 ALIGNED_TIES = TIES._replace(beside=SUMS)
-ALIGNED_CLOSE = CLOSE._replace(beside=SUMS)
+ALIGNED_CLOSE = Expected(perplexity=1, beside=SUMS)
 # vLLM multiplies by reciprocals for NVFP4: values and scales beside a tie go either way in a layer
 ALIGNED_NVFP4 = TIES._replace(beside=Alignment(aligned=1e-4, layers=1e-2, between=1e-2))
 ALIGNED_CACHE = ALIGNED_TIES._replace(may_refuse=True)  # fp8 caches of vLLM take AVX-512
