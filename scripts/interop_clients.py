@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TRANSFORMERS = ("torch", "transformers==5.24.0", "accelerate==1.15.0")
+TRANSFORMERS = ("torch", "transformers==5.23.0", "accelerate==1.15.0")
 # What AMD Quark 0.9 and 0.10 import; they ask for numpy and ONNX Runtime of their time.
 EARLY = ("scipy", "pandas", "evaluate", "onnx", "onnxruntime", "rich", "joblib", "zstandard")
 DISTRIBUTIONS = {  # by client, where they have another name
@@ -78,7 +78,7 @@ CLIENTS = {
         (("install", "numpy", "llama-cpp-python==0.3.36"),),
         {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"},
     ),
-    "mlx": Client((("install", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.24.0"),)),
+    "mlx": Client((("install", "mlx[cpu]==0.32.4", "mlx-lm==0.32.2", "transformers==5.23.0"),)),
     "autoawq": Client(  # it asks for Triton, and packs without it
         (
             ("install", "torch", "transformers==4.51.3", "accelerate", "datasets", "zstandard"),

@@ -170,8 +170,9 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", CT, ALIGNED_CLOSE, INT8_PER_TOKEN),
     ("vllm", CT, ALIGNED_CACHE, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
-    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "int5_wo_128", "int6_wo_128", "mxfp8")),
-    ("vllm", CT, LACKS, ("int7_wo_128", "w_int4_per_group_a_int8_per_token_dynamic")),
+    ("vllm", CT, EXACT, ("int5_wo_128", "int6_wo_128", "int7_wo_128")),
+    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "mxfp8")),
+    ("vllm", CT, LACKS, ("w_int4_per_group_a_int8_per_token_dynamic",)),
     ("vllm", "modelopt", TIES, ("fp8", "nvfp4")),
     ("vllm", "modelopt", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
     ("vllm", "modelopt", LACKS, ("nvfp4_weight_only",)),
