@@ -109,14 +109,21 @@ class Weights(Possible, CPUWNA16LinearKernel):
     def _process_gptq_weights_w4a16(self, layer: Any) -> None:
         codes, scales, offsets = self._get_weight_params(layer)
         kind = self.config.weight_type
-        unpack = keys.unpack_quantized_values_into_int32
-        values = unpack(codes.data, kind, 0).float()  # (inputs, outputs)
+        unpack, width = keys.unpack_quantized_values_into_int32, kind.size_bits
+        integers = unpack(codes.data, kind, 0) if 32 % width == 0 else dense(codes.data, width)
+        values = integers.float()  # (inputs, outputs)
         groups = values.reshape(len(scales), -1, values.shape[1])
         offset = unpack(offsets.data, kind, 1)[:, None] if self.config.zero_points else kind.bias
         layer.values = ((groups - offset) * scales.data[:, None]).flatten(0, 1).t().contiguous()
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.values.to(x.dtype), bias)
+
+
+def dense(words: Tensor, width: int) -> Tensor:
+    """Return codes, (inputs, outputs), whose bits go on in the next word, (words, outputs)."""
+    bits = (words[:, None] >> torch.arange(32)[:, None]) & 1
+    return (bits.flatten(0, 1).unflatten(0, (-1, width)) << torch.arange(width)[:, None]).sum(1)
 
 
 class Mx(Possible):

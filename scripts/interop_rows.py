@@ -47,7 +47,10 @@ TIES = Expected(median=1e-5, perplexity=0.5)
 CLOSE = Expected(perplexity=0.5)
 ALIGNED = EXACT._replace(beside=SUMS)
 ALIGNED_TIES = TIES._replace(beside=SUMS)
-ALIGNED_CLOSE = CLOSE._replace(beside=SUMS)
+ALIGNED_CLOSE = Expected(perplexity=1, beside=SUMS)
+# vLLM multiplies by reciprocals for NVFP4: values and scales beside a tie go either way in a layer
+ALIGNED_NVFP4 = TIES._replace(beside=Alignment(aligned=1e-4, layers=1e-2, between=1e-2))
+ALIGNED_CACHE = ALIGNED_TIES._replace(may_refuse=True)  # fp8 caches of vLLM take AVX-512
 LACKS = Expected(perplexity=2, may_refuse=True)  # in bfloat16, or not at all
 OTHER_INPUTS = Expected(perplexity=3)  # vLLM rounds inputs that the checkpoint leaves in float
 
@@ -87,7 +90,7 @@ NOT_BY_AMD = (
 )
 GROUPS_OF_4 = tuple(f"{kind}_wo_{size}" for kind in ("int4", "uint4") for size in (32, 64, 128))
 MX_WEIGHTS = ("mxfp4_weight_only", "w_mxfp6_e3m2", "w_mxfp6_e2m3", "w_mxfp8")
-MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8", "nvfp4")
+MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_mxfp6_e2m3", "mxfp4_fp8")
 SIGNED = "int4_wo_signed_128"
 GGUF = (SIGNED, "int4_wo_32", "int4_wo_128", "int4_wo_per_channel", "int8_wo", "int8_wo_32")
 GGUF_OFFSETS = ("uint4_wo_32", "uint4_wo_128")
@@ -150,8 +153,10 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", "float", ALIGNED, ("float",)),
     ("vllm", "quark", ALIGNED, (SIGNED, *GROUPS_OF_4, *MX_WEIGHTS)),
     ("vllm", "quark", ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", *MX_INPUTS)),
+    ("vllm", "quark", ALIGNED_NVFP4, ("nvfp4",)),
     ("vllm", "quark", ALIGNED_CLOSE, INT8_PER_TOKEN),  # the largest value of a token is a tie
-    ("vllm", "quark", ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE, OFFSETS, STATIC)),
+    ("vllm", "quark", ALIGNED_TIES, (OFFSETS, STATIC)),
+    ("vllm", "quark", ALIGNED_CACHE, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", "quark", ALIGNED_CLOSE, (DYNAMIC,)),  # the range of a prompt differs in its last bit
     ("vllm", "quark", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
     ("vllm", "quark", LACKS, (*UNKNOWN_TO_VLLM, "nvfp4_weight_only")),
@@ -160,14 +165,19 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", "gptq", LACKS, ("uint4_wo_128", "int8_wo_128")),
     ("vllm", CT, ALIGNED, (SIGNED, *GROUPS_OF_4, "int4_wo_per_channel")),
     ("vllm", CT, ALIGNED, ("int8_wo", "int8_wo_128")),
-    ("vllm", CT, ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", "nvfp4", "mxfp4")),
+    ("vllm", CT, ALIGNED_TIES, ("int8", W8A8, "fp8", "ptpc_fp8", "mxfp4")),
+    ("vllm", CT, ALIGNED_NVFP4, ("nvfp4",)),
     ("vllm", CT, ALIGNED_CLOSE, INT8_PER_TOKEN),
-    ("vllm", CT, ALIGNED_TIES, ("int8" + CACHE, "fp8" + CACHE)),
+    ("vllm", CT, ALIGNED_CACHE, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
-    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "int5_wo_128", "int6_wo_128", "mxfp8")),
-    ("vllm", CT, LACKS, ("int7_wo_128", "w_int4_per_group_a_int8_per_token_dynamic")),
-    ("vllm", "modelopt", LACKS, ("fp8", "nvfp4", "nvfp4_weight_only", "mxfp8")),
-    ("vllm", "fp8", ALIGNED_TIES, ("fp8", "fp8" + CACHE)),
+    ("vllm", CT, EXACT, ("int5_wo_128", "int6_wo_128", "int7_wo_128")),
+    ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "mxfp8")),
+    ("vllm", CT, LACKS, ("w_int4_per_group_a_int8_per_token_dynamic",)),
+    ("vllm", "modelopt", TIES, ("fp8", "nvfp4")),
+    ("vllm", "modelopt", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
+    ("vllm", "modelopt", LACKS, ("nvfp4_weight_only",)),
+    ("vllm", "fp8", ALIGNED_TIES, ("fp8",)),
+    ("vllm", "fp8", ALIGNED_CACHE, ("fp8" + CACHE,)),
     (AS_IT_IS, "quark", LACKS, ("int8", W8A8, "ptpc_int8", "ptpc_fp8", "fp8", *GROUPS_OF_4)),
     (AS_IT_IS, "quark", LACKS, ("mxfp4", "nvfp4", "mxfp8")),
     (AS_IT_IS, "awq", LACKS, (SIGNED, "int4_wo_128", "uint4_wo_128")),

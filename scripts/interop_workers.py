@@ -200,7 +200,7 @@ def vllm() -> Compute:
     interop_kernels.replace()
     types = [torch.float32]
     methods = ("quark", "awq", "gptq", "awq_marlin", "gptq_marlin", "compressed-tensors", "fp8")
-    for method in methods:
+    for method in (*methods, "modelopt", "modelopt_fp4", "modelopt_mxfp8"):
         config: Any = quantization.get_quantization_config(method)
         config.get_supported_act_dtypes = classmethod(lambda cls: types)
     return vllm_as_it_is("float32")

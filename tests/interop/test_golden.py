@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -204,6 +205,8 @@ class TestWriting:
         old, new = theirs.pop("quantization_config"), ours.pop("quantization_config")
         digest = ours.pop("calibration_sha256", None)
         assert digest is None or len(digest) == 64
+        assert ours.pop("transformers_version") == transformers.__version__
+        assert theirs.pop("transformers_version") == "5.23.0"
         assert ours == theirs
         assert new.pop("version") == Config().version != old.pop("version")
         assert new == old

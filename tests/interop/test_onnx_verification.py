@@ -9,6 +9,7 @@ from torch import nn
 
 from quark.torch import ModelExporter, ModelQuantizer
 from quark.torch.export import verify
+from quark.torch.export.onnx.runtime import OnnxSession
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
@@ -179,6 +180,22 @@ def test_what_the_runtime_does_not_load(quantize, tmp_path):
     ModelExporter(tmp_path / "out").export_onnx_model(model, x)
     with pytest.raises(ValueError, match=r"ONNX Runtime does not load quark_model\.onnx"):
         verify(tmp_path / "out", model, inputs=x)
+
+
+def test_names_that_are_no_text(tmp_path, capfd):
+    """ONNX Runtime prints what it tries after such an error; the message of the error is enough."""
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (helper.make_tensor_value_info(name, kind, [1]) for name in ("x", "y"))
+    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "graph", [x], [y])
+    opsets = [helper.make_opsetid("", 20)]
+    sound = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    file = tmp_path / "quark_model.onnx"
+    file.write_bytes(sound.replace(b"Neg", b"N\xffg"))
+    with pytest.raises(ValueError, match=r"does not load quark_model\.onnx: 'utf-8' codec can't"):
+        OnnxSession(file)
+    assert capfd.readouterr().out == ""
+    file.write_bytes(sound)
+    assert OnnxSession(file).run(torch.ones(1))[0].tolist() == [-1]
 
 
 def test_half_precision(build, quantize, tmp_path):

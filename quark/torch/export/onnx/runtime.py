@@ -87,4 +87,7 @@ def _open_session(path: Path, level: str) -> Any:
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     for key, value in EXACT.items():
         options.add_session_config_entry(key, value)
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    # A second attempt with the same provider would print to the standard output.
+    return onnxruntime.InferenceSession(
+        path, options, providers=["CPUExecutionProvider"], enable_fallback=0
+    )
