@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-# One process: all tests read one set of measurements.
-pytestmark = pytest.mark.xdist_group("import_cost")
 LIMIT = 0.3  # CPU seconds above torch
 RUNS = 3
 MODULES = ["quark.torch", "quark.torch.quantization.config.config"]

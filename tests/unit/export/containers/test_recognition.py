@@ -16,9 +16,6 @@ from quark.torch.export.recognition import (
     recognize_container,
 )
 
-# One process: all tests read one set of files.
-pytestmark = pytest.mark.xdist_group("recognition")
-
 
 @pytest.fixture(scope="module")
 def written(build, quantize, tmp_path_factory):
@@ -26,7 +23,7 @@ def written(build, quantize, tmp_path_factory):
     pytest.importorskip("gguf")
     pytest.importorskip("onnxscript")
     root = tmp_path_factory.mktemp("containers")
-    model = quantize(build(vocab_size=2048), "int4_wo_32", None)
+    model = quantize(build(vocab_size=2048, num_hidden_layers=1), "int4_wo_32", None)
     settings = ExportSettings(tokenizer_path=model_directory())
     for name in CONTAINERS:
         ModelExporter(root / name).export(name, model, settings)

@@ -21,8 +21,6 @@ from tests.unit.numerics import kinds
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
-# One process: all tests read one graph.
-pytestmark = pytest.mark.xdist_group("scales")
 
 FLOATS = [*kinds.FLOATS, *kinds.UNSIGNED_FLOATS]
 GROUPS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32, "is_dynamic": True}
