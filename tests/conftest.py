@@ -216,12 +216,17 @@ def unchanged():
 
 @pytest.fixture(scope="session")
 def onnx_operators():
-    """Read the table of ONNX operators once; ``torch.onnx.export`` parses it in every export."""
+    """Read the tables of operators once: ``torch.onnx.export`` does so in every export.
+
+    Reading them takes longer than the rest of a small export.
+    """
     pytest.importorskip("onnxscript")
-    registration = import_module("torch.onnx._internal.exporter._registration")
-    registry = registration.ONNXRegistry
+    registry = import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
+    utils, name = import_module("torch._export.utils"), "_materialize_cpp_cia_ops"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "from_torchlib", staticmethod(cache(registry.from_torchlib)))
+        if hasattr(utils, name):  # called for each of thirty namespaces, twice in an export
+            patch.setattr(utils, name, cache(getattr(utils, name)))
         yield
 
 
