@@ -59,7 +59,10 @@ def problems(reports, forbidden, limit=LIMIT):
 
 @pytest.fixture(scope="module")
 def runs():
-    return [run(MODULES) for _ in range(RUNS)]
+    """One run, or several if it was slow, which other work on the machine may be the reason for."""
+    reports = [run(MODULES)]
+    is_slow = any(report["seconds"] > LIMIT for report in reports[0].values())
+    return reports + [run(MODULES) for _ in range(RUNS - 1) if is_slow]
 
 
 @pytest.mark.parametrize("module", MODULES)
