@@ -272,7 +272,7 @@ def _loading_class(path: Path) -> str:
 
     names = _architectures(read_config_json(path))
     own = names[0] if names else None
-    if own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or own not in dir(transformers):
+    if own in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or own not in transformers.__all__:
         return "AutoModelForCausalLM"
     return str(own)
 
