@@ -8,7 +8,7 @@ operations, and synchronizations, where the CPU waits for the device.
 
 import threading
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import NamedTuple
 
@@ -69,11 +69,15 @@ class Counts(NamedTuple):
     places: Counter  # the same by number of the device
 
     def launch(self, name, device):
+        if not _is_counting:
+            return
         with _lock:
             self.launches[name] += 1
             self.places[device.index, "launches"] += 1
 
     def synchronize(self, name, device):
+        if not _is_counting:
+            return
         with _lock:
             self.synchronizations[name] += 1
             self.places[device.index, "synchronizations"] += 1
@@ -86,14 +90,20 @@ class Counts(NamedTuple):
 
 _lock = threading.Lock()
 _counts = Counts(Counter(), Counter(), Counter())
+_is_counting = False
 
 
 @contextmanager
 def counted():
     """Count the operations inside the context."""
+    global _is_counting
     for counter in _counts:
         counter.clear()
-    yield _counts
+    _is_counting = True
+    try:
+        yield _counts
+    finally:
+        _is_counting = False
 
 
 def count_kernel(name, device):
@@ -108,7 +118,9 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host, device):
-        with torch.inference_mode(False):  # views of common tensors are common tensors
+        # Views of common tensors are common tensors.
+        mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with mode:
             tensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 host.shape,
@@ -163,12 +175,13 @@ class DeviceTensor(torch.Tensor):
 
 def _run(operation, args, kwargs):
     """Run an operation on the values of its tensors, if an accelerator would run it."""
-    name = operation.name().split(".")[0]
+    name = _name_of(operation)
     tensors = list(_tensors((*args, *kwargs.values())))
     ours = [x for x in tensors if isinstance(x, DeviceTensor)]
     _check_devices(operation, name, args, kwargs, tensors, ours)
     device = _output_device(name, args, kwargs, ours)
-    _count(operation, name, args, kwargs, device)
+    if _is_counting:
+        _count(operation, name, args, kwargs, device)
     host_kwargs = {key: _to_host(x) for key, x in kwargs.items()}
     if "device" in host_kwargs:
         host_kwargs["device"] = torch.device("cpu")
@@ -180,6 +193,11 @@ def _run(operation, args, kwargs):
             raise NotImplementedError(f"{operation.name()} changed the shape of a tensor in place")
     known = {id(x.host): x for x in ours}
     return _from_host(result, device, known)
+
+
+@cache
+def _name_of(operation):
+    return operation.name().split(".")[0]
 
 
 def _tensors(values):
@@ -265,11 +283,11 @@ class _Construction(TorchFunctionMode):
     """Makes tensors of Python values on the CPU, then moves them: torch cannot do so itself."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if function not in (torch.tensor, torch.as_tensor) or device is None:
+        kwargs = kwargs or {}
+        if function not in (torch.tensor, torch.as_tensor):
             return function(*args, **kwargs)
-        if torch.device(device).type != TYPE:
+        kwargs, device = dict(kwargs), kwargs.get("device")
+        if device is None or torch.device(device).type != TYPE:
             return function(*args, **kwargs)
         requires_grad = kwargs.pop("requires_grad", False)
         x = function(*args, **(kwargs | {"device": None})).to(device)

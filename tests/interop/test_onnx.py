@@ -248,7 +248,8 @@ def test_perplexity_of_a_trained_model(tmp_path, quantize, run_onnx, schemes, op
     model = quantize(
         model, by_layer({f"*layers.{i}.*": n for i, n in enumerate(schemes)}), [windows[:4]]
     )
-    export_onnx(model, tmp_path / "out", windows[:1], **options)
+    shapes = {"input_ids": {0: "batch"}}
+    export_onnx(model, tmp_path / "out", windows[:1], dynamic_shapes=shapes, **options)
     graph = Runtime(lambda ids: run_onnx(tmp_path / "out", ids))
     expected = perplexity(model, windows)
     assert perplexity(graph, windows) == pytest.approx(expected, rel=tolerance)
@@ -265,5 +266,5 @@ def test_a_layer_that_is_left_in_float_beside_one_of_each_kind(tmp_path, build, 
     }
     model = quantize(build(), Config(QuantizationConfig(), layer_quant_config=layers))
     ids = torch.randint(3, 64, (2, 5))
-    export_onnx(model, tmp_path / "out", ids)
+    export_onnx(model, tmp_path / "out", ids, dynamic_shapes={})
     check_but_for_ties(run_onnx(tmp_path / "out", ids)[0], model(ids).logits)

@@ -24,10 +24,21 @@ SIZES = {
 }
 
 
+_speeds = {}  # of this machine, by type and device
+
+
+def probe_once(request, model, device, probe=plan._probe_machine):
+    key = next(model.parameters()).dtype, device
+    if key not in _speeds:
+        _speeds[key] = probe(request, model, device)
+    return _speeds[key]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def brief():
-    """Measure the machine in no time and keep garbage; each is a tenth of the time of commands."""
+    """Measure the machine once and keep garbage; each is a tenth of the time of commands."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "_probe_machine", probe_once)
         patch.setattr(plan, "PROBE", 1e-3)
         patch.setattr(plan, "GLANCE", 1e-3)
         patch.setattr(gc, "collect", lambda: 0)

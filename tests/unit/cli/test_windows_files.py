@@ -39,11 +39,12 @@ def refuse_as_windows(event, arguments):
         return
     is_looking = True
     try:
-        held = mapped()
         if event == "open":
             path, _, flags = arguments
             if not isinstance(path, (str, bytes)) or not flags & os.O_TRUNC:
                 return
+        held = mapped()
+        if event == "open":
             paths = [path_of(path)]
         elif event == "os.rename":
             source, target, first, second = arguments

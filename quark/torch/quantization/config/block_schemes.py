@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from quark.torch.numerics.formats import Dtype, Format
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import SCALE_FORMATS, SUPER_BLOCKS
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 
 TWO_LEVEL = "fp8_e4m3"  # scales in this format, times a float32 number for the whole tensor
@@ -53,7 +55,7 @@ class BlockScheme(NamedTuple):
 
     def fits(self, spec: QuantizationSpec) -> bool:
         """Whether a specification has these codes and scales, along the last of two axes."""
-        own, other = self.spec().scheme, spec.scheme
+        own, other = _scheme_of(self), spec.scheme
         is_along_rows = other.axis in (1, -1) and not spec.quantizes_codes
         names = ("fmt", "qscheme", "group", "symmetric", "scale", "float_zero_point")
         return is_along_rows and all(getattr(own, n) == getattr(other, n) for n in names)
@@ -83,6 +85,11 @@ class BlockScheme(NamedTuple):
         if self.has_minima and self.has_super_blocks:
             fields["zero_point_type"] = "float32"
         return QuantizationSpec(**fields | changes)
+
+
+@cache
+def _scheme_of(kind: BlockScheme) -> Scheme:
+    return kind.spec().scheme
 
 
 _TENSOR_SCALE = QuantizationSpec(

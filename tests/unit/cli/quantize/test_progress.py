@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from quark.torch import Journal
+from quark.torch.distillation import DistillationOptions, distill
 from quark.torch.pipeline.journal import PassFiles
 
 ROOT = Path(__file__).parents[4]
@@ -155,11 +157,13 @@ def test_control_c_says_how_to_go_on(interrupted, quark, command, tmp_path):
 def test_a_killed_finish_goes_on(quark, command, monkeypatch, tmp_path):
     at = command.index("--quant_algo")
     command[at : at + 2] = ["--num_calib_data", 4, "--finish", "distill"]  # without an algorithm
+    options = DistillationOptions(steps=20)
+    monkeypatch.setattr("quark.torch.distillation.distill", partial(distill, options=options))
     write = PassFiles.write
 
     def stop(self, block, *arguments):
         write(self, block, *arguments)
-        if block == "20":  # steps
+        if block == "10":  # steps
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ from quark.torch import ModelExporter
 from quark.torch.export import convert, verify
 from quark.torch.export.containers.base import ExportSettings, get_container
 from quark.torch.export.containers.registry import CONTAINERS
+from quark.torch.export.onnx.writer import OnnxOptions
 from quark.torch.export.recognition import (
     load_checkpoint,
     open_checkpoint,
@@ -24,7 +25,9 @@ def written(build, quantize, tmp_path_factory):
     pytest.importorskip("onnxscript")
     root = tmp_path_factory.mktemp("containers")
     model = quantize(build(vocab_size=2048, num_hidden_layers=1), "int4_wo_32", None)
-    settings = ExportSettings(tokenizer_path=model_directory())
+    # One shape: tracing sizes of any length takes three times as long.
+    graph = OnnxOptions(dynamic_shapes={})
+    settings = ExportSettings(tokenizer_path=model_directory(), graph=graph)
     for name in CONTAINERS:
         ModelExporter(root / name).export(name, model, settings)
     return model, root
