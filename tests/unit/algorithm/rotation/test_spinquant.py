@@ -87,7 +87,7 @@ def test_no_gradient_no_step():
 
 @pytest.fixture
 def few_steps(monkeypatch):
-    monkeypatch.setattr(spinquant, "STEPS", 10)
+    monkeypatch.setattr(spinquant, "STEPS", 5)
 
 
 def planned(name="llama", scheme="mxfp4", **changes):
@@ -261,7 +261,7 @@ def test_factors_change_nothing_in_float(name, positions, count, monkeypatch):
 @torch.no_grad()
 def test_factors_are_learned(monkeypatch):
     """Without R1, rotations of values leave the outliers after norms; factors do not."""
-    monkeypatch.setattr(spinquant, "STEPS", 10)
+    monkeypatch.setattr(spinquant, "STEPS", 5)
     monkeypatch.setattr(spinquant, "FACTOR_RATE", 1.0)  # as far as in more steps
     expected = outliers()(tokens()).logits.log_softmax(-1)
     losses = []
