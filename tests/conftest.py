@@ -68,15 +68,28 @@ def pytest_collection_modifyitems(config, items):
     matrices = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("sampled"):
-            matrices[item.nodeid.partition("[")[0], marker.args[0]].append(item)
-    for (_, share), cases in matrices.items():
+            key = item.nodeid.partition("[")[0], marker.args[0], marker.kwargs.get("covers", False)
+            matrices[key].append(item)
+    for (_, share, covers), cases in matrices.items():
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[ceil(len(cases) / share) :]:
+        for item in (covering(cases) if covers else cases)[ceil(len(cases) / share) :]:
             item.add_marker("nightly")
     if "nightly" not in config.option.markexpr:
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
+
+
+def covering(cases):
+    """Return the cases in another order: the first few have every value of every argument."""
+    values = {item: {(n, id(x)) for n, x in item.callspec.params.items()} for item in cases}
+    first, rest, missing = [], list(cases), set().union(*values.values())
+    while missing:
+        best = max(rest, key=lambda item: len(values[item] & missing))
+        rest.remove(best)
+        first.append(best)
+        missing -= values[best]
+    return first + rest
 
 
 def pytest_collection_finish():

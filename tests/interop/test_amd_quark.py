@@ -119,11 +119,11 @@ def test_every_scheme_is_in_the_archive():
 
 @pytest.mark.parametrize("case", LOADED)
 class TestLoaded:
-    @pytest.mark.sampled(6)
+    @pytest.mark.sampled(4)
     def test_importer(self, checkpoints, agrees, case):
         agrees(through_importer(checkpoints / case), case)
 
-    @pytest.mark.sampled(6)
+    @pytest.mark.sampled(4)
     def test_transformers(self, checkpoints, agrees, case):
         if case.startswith(LOADED_BY_TRANSFORMERS):
             pytest.skip("Transformers loads this layout without this package")

@@ -58,6 +58,7 @@ def refused(cls, path, said):
 @pytest.mark.parametrize("name", SCHEMES)
 class TestRefused:
     @pytest.mark.parametrize("part", ["weight", "weight_scale"])
+    @pytest.mark.sampled(2, covers=True)
     def test_missing(self, damaged, name, door, part):
         path = damaged(name, lambda tensors: tensors.pop(f"{LAYER}.{part}"))
         refused(CLASSES[door], path, rf"layers.0.mlp.up_proj.{part} is missing")
@@ -66,6 +67,7 @@ class TestRefused:
         path = damaged(name, lambda t: t.update({f"{LAYER}.wait": t.pop(f"{LAYER}.weight")}))
         refused(CLASSES[door], path, "layers.0.mlp.up_proj.weight is missing")
 
+    @pytest.mark.sampled(2, covers=True)
     def test_another_type(self, damaged, name, door):
         path = damaged(name, lambda t: t.update({SCALE: t[SCALE].to(torch.int32)}))
         refused(CLASSES[door], path, "layers.0.mlp.up_proj.weight_scale is torch.int32")

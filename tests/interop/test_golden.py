@@ -87,7 +87,7 @@ def load_through_transformers(path):
 class TestReading:
     @pytest.mark.parametrize("case", SAFETENSORS)
     @pytest.mark.parametrize("device", ["meta", "cpu"])
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(2, covers=True)
     def test_importer(self, golden, make, agrees, case, device):
         model = ModelImporter(golden / case, "safetensors").import_model_info(make(device))
         assert isinstance(model.model.layers[0].mlp.up_proj, QParamsLinear)

@@ -180,7 +180,7 @@ class TestCache:
     @pytest.mark.parametrize("min_kv_scale", [0.0, 1.0])
     @pytest.mark.parametrize("cache", ["fp8", "int8_per_tensor_static", "fp8_dynamic"])
     @pytest.mark.parametrize("name", ["fp8", "w_uint4_per_group_asym"])
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(3, covers=True)
     def test_frozen_and_reloaded_agree(
         self,
         build,

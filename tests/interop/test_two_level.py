@@ -218,7 +218,6 @@ class TestWeights:
         assert {part: (tuple(t.shape), t.dtype) for part, t in stored.items()} == expected
 
     @pytest.mark.parametrize("name", WEIGHTS)
-    @pytest.mark.sampled(2)
     def test_exported_again(self, frozen, export, name):
         first = export(frozen(name, config(WEIGHTS[name][0])))
         second = export(through_transformers(first))

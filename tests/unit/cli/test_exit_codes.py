@@ -78,7 +78,7 @@ def place(sound, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("verb", CALLS)
 @pytest.mark.parametrize("damage", [*WRONG, *DAMAGED], ids=lambda function: function.__name__)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, covers=True)
 def test_codes(verb, damage, place, refused):
     before = set(place.iterdir())
     damage(place / "CHECKPOINT")

@@ -133,7 +133,7 @@ class TestTensors:
         ],
     )
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(3, covers=True)
     def test_entries_of_the_header(self, sound, refused, mode, change):
         name = codes_of(mode)
         refused(edited(sound(mode), lambda h: change(h[name])), "is damaged|unknown type")
@@ -209,7 +209,7 @@ class TestConfiguration:
             ("rope_parameters", {"rope_type": "x"}),
         ],
     )
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(4, covers=True)
     def test_of_the_model(self, sound, refused, mode, key, value):
         refused(
             configured(sound(mode), lambda c: c.update({key: value})),

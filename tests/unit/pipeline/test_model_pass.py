@@ -57,6 +57,7 @@ def seen(model, batches, limit=None):
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("limit", [0, None])
+@pytest.mark.sampled(2, covers=True)
 def test_by_blocks_as_by_batches(kind, limit, data, tmp_path):
     model = build(small_config(kind), torch.float32)
     model.save_pretrained(tmp_path)

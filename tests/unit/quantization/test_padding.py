@@ -60,7 +60,7 @@ def check_same(padded, alone):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("algorithms", [(), (SmoothQuantConfig(),), (GPTQConfig(),)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, covers=True)
 def test_a_decoder(name, algorithms, side):
     config = small_config(name, num_hidden_layers=1, attn_implementation="eager")
     alone = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows()]

@@ -51,6 +51,7 @@ ROTATIONS = {
 
 @pytest.mark.parametrize("rotation", ROTATIONS.values(), ids=ROTATIONS)
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sampled(2, covers=True)
 def test_what_is_imported_computes_the_same_bits(scheme, rotation, make, build, export, logits):
     model = make(scheme, rotation)
     path = export(model)
@@ -63,6 +64,7 @@ def test_what_is_imported_computes_the_same_bits(scheme, rotation, make, build, 
 @pytest.mark.parametrize("rotation", ROTATIONS.values(), ids=ROTATIONS)
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", ["mxfp4", "ptpc_int8"])
+@pytest.mark.sampled(2, covers=True)
 def test_transformers_loads_it(scheme, kind, rotation, make, export, logits):
     model = make(scheme, rotation, dtype=kind)
     read = AutoModelForCausalLM.from_pretrained(export(model), dtype="auto")

@@ -36,6 +36,7 @@ def logits_of(model):
 
 @pytest.mark.parametrize("mode", ["quark", CT])
 @pytest.mark.parametrize("name", STATIC)
+@pytest.mark.sampled(2, covers=True)
 def test_a_model_comes_back_bit_by_bit(name, mode, build, quantize, export):
     model = quantize(build(), cached(name))
     path = export(model, custom_mode=mode)

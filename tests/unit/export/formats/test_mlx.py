@@ -54,6 +54,7 @@ class TestWritten:
 
     @pytest.mark.parametrize("dtype", ["uint2", "uint4", "uint5", "uint6", "int8"])
     @pytest.mark.parametrize("scale_type", ["float32", "bfloat16", "float16"])
+    @pytest.mark.sampled(2, covers=True)
     def test_the_same_bits_when_read(self, written, logits, dtype, scale_type):
         weight = groups(dtype, dtype == "int8", scale_type=scale_type)
         layers = {"*down_proj": QuantizationConfig(weight=groups("uint6", False)), **EMBEDDING}
@@ -135,6 +136,7 @@ def float_files(build, tmp_path):
 class TestForeign:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("bits", [3, 4, 8])
+    @pytest.mark.sampled(2, covers=True)
     def test_values(self, float_files, dtype, bits):
         path = float_files()
         values = foreign(path, dtype, bits)

@@ -32,7 +32,7 @@ def by_torch(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, covers=True)
 def test_every_format(name, order, threads, any_size, by_torch, monkeypatch):
     torch.set_num_threads(threads)
     monkeypatch.setattr("quark.torch.numerics.native.compilation._PIECE", 16)

@@ -276,7 +276,7 @@ class TestCopies:
     @pytest.mark.parametrize("way", WAYS)
     @pytest.mark.parametrize("state", ["quantized", "frozen", "packed"])
     @torch.no_grad()
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(3, covers=True)
     def test_are_equal_and_apart(self, name, way, state, tmp_path):
         op, seen, x = problem(name)
         tensors = {"weight": WEIGHTS["group"][0], "output_tensors": UINT8}

@@ -173,6 +173,7 @@ def test_algorithms_see_probabilities_in_float(build):
 
 @pytest.mark.parametrize("spec", [FP8, DYNAMIC], ids=["static", "dynamic"])
 @pytest.mark.parametrize("post_rope", [False, True], ids=["keys before", "keys after"])
+@pytest.mark.sampled(2, covers=True)
 def test_a_model_comes_back_bit_by_bit(spec, post_rope, build, export):
     config = attention_config("fp8", "fp8")
     config = replace(config, softmax_quant_spec=spec, kv_cache_post_rope=post_rope)

@@ -260,7 +260,7 @@ class TestSquaredError:
     @pytest.mark.parametrize(
         ("dtype", "symmetric"), [("int4", True), ("int4", False), ("uint4", False), ("int8", True)]
     )
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(2, covers=True)
     def test_never_worse_than_the_minimum_and_maximum(self, name, dtype, symmetric):
         x, of = SAMPLES[name], spec(dtype, symmetric)
         errors = [

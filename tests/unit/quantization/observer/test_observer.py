@@ -164,7 +164,7 @@ def test_a_damaged_value_is_not_forgotten(kind, value):
 @pytest.mark.parametrize(
     "name", [n for n in OBSERVERS if "PerTensor" in n or n == "MovingAverageMinMaxObserver"]
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, covers=True)
 def test_finite_data_has_finite_scales(name, dtype, kind):
     """The largest value less the smallest is beyond the type of either."""
     fmt, top = dtype.value, torch.finfo(kind).max
