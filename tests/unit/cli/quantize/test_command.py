@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from typer import BadParameter
 
 from quark.cli import models
+from quark.torch.distillation import DistillationOptions, distill
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.template import LLMTemplate
@@ -201,7 +203,9 @@ def test_what_is_written_and_said(quantize, model_dir, text):
     assert f"{before} → {after} (" in said
 
 
-def test_finish(quantize):
+def test_finish(quantize, monkeypatch):
+    few = partial(distill, options=DistillationOptions(steps=30))
+    monkeypatch.setattr("quark.torch.distillation.distill", few)
     flags = ["--quant_scheme", "int3_wo_32", "--num_calib_data", 8, "--seq_len", 32, "--json"]
     plain, _ = quantize(*flags)
     before = load_file(plain / "model.safetensors")
