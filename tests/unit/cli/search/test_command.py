@@ -258,7 +258,7 @@ def test_search_for_a_perplexity(search, collected):
         (("--target_bits", 4, "--statistics", "nowhere"), "nowhere"),
         (("--target_bits", 4, "--statistics", "x", "--num_calib_data", 4), "contains this already"),
         (("--target_bits", 4, "--output", "nowhere/mixed.json"), "no directory nowhere"),
-        (("--target_bits", 4, "--output", "/"), "exists"),
+        (("--target_bits", 4, "--output", "/"), "is a directory"),
     ],
 )
 def test_wrong_calls(flags, said, search):
