@@ -24,7 +24,7 @@ STYLE = "narrow.css"
 LINK = re.compile(r"(?<=\[)([^\[\]]*)\]\((?!\w+:)([^)#\s]*)(#[^)]*)?\)")
 INLINE = re.compile(r"<code>[^<]*</code>")
 FLAG = re.compile(r"--\w+")
-DATE = re.compile(r"(?<=<td>)\d{4}-\d\d-\d\d(?=</td>)")
+DATE = re.compile(r"(?<=<td>)\d{4}-\d\d-\d\d(, \d\d)*(?=</td>)")
 WHOLE = r'<span style="white-space: nowrap">\g<0></span>'
 # On a phone, columns of tables are as wide as their words. The theme gives them at least 5 rem.
 RULES = """@media (max-width: 44.9em) {
