@@ -1,9 +1,10 @@
 """Products of packed weights by kernels that numba compiles; see ``native_kernels``.
 
 Numba is optional; see ``numerics.native``. A few rows are multiplied by values that never leave the
-first cache: with AVX2 alone, by words of codes (``native_words``). For more rows, the values of
-several panels are written to one buffer, in the type that this CPU multiplies fastest, and
-multiplied by one product of torch.
+first cache: with AVX2 alone, by words of codes (``native_words``). With AVX2 alone, strips of more
+rows are multiplied faster than torch multiplies float32. Elsewhere, the values of several panels
+are written to one buffer, in the type that this CPU multiplies fastest, and multiplied by one
+product of torch.
 """
 
 from __future__ import annotations
@@ -43,12 +44,14 @@ from quark.torch.quantization.nn.products.arrangement import (
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 from quark.torch.quantization.nn.products.native_tiles import TILE
 from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
+from quark.torch.quantization.nn.products.row_instructions import STRIP
 from quark.torch.quantization.nn.products.tiles import take_tiles
 
 logger = logging.getLogger(__name__)
 
 FEW_ROWS = 4  # rows up to which it is faster to multiply values in the first cache
-WORD_ROWS = 24  # likewise for words, four rows at a time (AMD Zen 3)
+WORD_ROWS = 12  # likewise for words, four rows at a time (AMD Zen 3)
+MOST_TOKENS = 512  # that are multiplied together: their strips stay in a cache (AMD Zen 3)
 TOLERANCE = 1e-5  # of the largest output: what another order of sums gives
 # Type of the values -> elements of the panels that are decoded together. Torch multiplies fewer of
 # them slower; values in float32 that fit a cache better are multiplied faster (AMD Zen 4, Zen 3).
@@ -72,6 +75,11 @@ class NativeProduct:
         if takes_few:
             self._kernel, tensors, self._constants = _few_operands(panels, parts)
             self._arrays = [None if t is None else array(t) for t in tensors]
+        self.takes_strips = takes_strips(panels)
+        if self.takes_strips:
+            numbers = torch.arange(to.panels, device="cpu")
+            rows = [None if t is None else array(t) for t in (*_tensors(panels, parts), numbers)]
+            self._rows, self._forms = rows, _constants(panels, parts)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (rows, inputs) and the weight, (rows, padded outputs).
@@ -80,6 +88,8 @@ class NativeProduct:
         type, others are in float32.
         """
         if not 0 < len(x) <= self._few_rows:
+            if self.takes_strips and multiplied_type(x.dtype) == torch.float32:
+                return self.multiply_strips(x)
             return _multiply_many(self.panels, self.parts, x)
         x = x.to(torch.float32).contiguous()
         if len(x) <= FEW_ROWS:
@@ -94,6 +104,21 @@ class NativeProduct:
         y = torch.empty(to.panels, to.rows, len(x), dtype=torch.float32, device="cpu")
         run_arrays(self._kernel, [*self._arrays, array(y)], array(x), *self._constants)
         return y.view(1, -1) if count == 1 else y[..., :count].flatten(0, 1).T
+
+    def multiply_strips(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of any number of rows, float32 (rows, padded outputs)."""
+        to = self.panels.arrangement
+        y = torch.empty(len(x), to.panels * to.rows, dtype=torch.float32, device="cpu")
+        x = x if x.dtype.itemsize == 2 else x.to(torch.float32)
+        pieces = (torch.split(rows, MOST_TOKENS) for rows in (x, y))
+        for tokens, out in zip(*pieces, strict=True):
+            count = -(-len(tokens) // STRIP)
+            kept = BUFFERS.take("strips", count * to.inputs * STRIP, torch.float32)
+            strips, numbers = kept.view(count, to.inputs, STRIP), torch.arange(count, device="cpu")
+            run_rows(native_vectors.write_strips, [strips, numbers], array(tokens.contiguous()))
+            constants = (to.rows, array(strips), array(out), *self._forms)
+            run_arrays(native_vectors.multiply_strips, self._rows, *constants)
+        return y
 
 
 def _few_operands(
@@ -156,6 +181,14 @@ def takes_words(fmt: Format, to: Arrangement) -> bool:
     is_whole = to.inputs % native_words.CHUNK == 0 and not to.half
     fits = to.group % native_words.CHUNK == 0 or to.group == native_words.HALF
     return is_known and is_whole and fits and has_feature(FEATURE) and not has_feature(WIDE)
+
+
+def takes_strips(panels: Panels) -> bool:
+    """Whether many rows of float32 are multiplied in strips on this machine.
+
+    With AVX-512, torch multiplies.
+    """
+    return _has_vectors(panels) and not panels.arrangement.half and not has_feature(WIDE)
 
 
 def _has_vectors(panels: Panels) -> bool:
@@ -334,11 +367,15 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
             if not all(_has_values(panels, *part, values) for part in decode(panels, parts, kind)):
                 problem = f"its values in {kind} differ from those of torch"
         random = torch.Generator().manual_seed(0)
-        x = torch.randn(FEW_ROWS, values.shape[1], generator=random)
-        counts = () if panels.arrangement.half else (1, FEW_ROWS)
-        products, product = x @ values.T if counts else x, NativeProduct(panels, parts)
-        for rows in counts:
-            y, expected = product.multiply_four(x[:rows])[:, : len(values)], products[:rows]
+        x = torch.randn(STRIP + 1, values.shape[1], generator=random)
+        product = NativeProduct(panels, parts)
+        ways = (
+            {} if panels.arrangement.half else dict.fromkeys((1, FEW_ROWS), product.multiply_four)
+        )
+        ways |= {len(x): product.multiply_strips} if product.takes_strips else {}
+        products = x[: max(ways)] @ values.T if ways else x
+        for rows, multiply in ways.items():
+            y, expected = multiply(x[:rows])[:, : len(values)], products[:rows]
             if not (y - expected).abs().max() <= TOLERANCE * expected.abs().max():
                 problem = f"its product with {rows} rows differs from that of torch"
     except Exception as error:  # numba and LLVM have no common error; torch serves instead

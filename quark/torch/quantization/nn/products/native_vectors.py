@@ -1,176 +1,43 @@
-"""Kernels of vector instructions: values of packed weights, and their products with a few rows.
+"""Kernels of vector instructions: values of packed weights, and their products.
 
-They do what ``native_kernels`` does, in one pass without buffers, for groups of whole vectors. A
-vector of codes is read from its planes, becomes values in registers, and these are written or
-multiplied at once. Codes of up to 4 bits are looked up in registers that hold the 16 values: one
-instruction of AVX-512 gives 16 of them, one of AVX2 eight of one half of the table.
+They do what ``native_kernels`` does, in one pass without buffers, for groups of whole vectors; see
+``row_instructions``. Products with many rows of inputs decode some rows of the weight, which stay
+in a cache, and multiply strips of inputs by these. Numba keeps the machine code until this file
+changes, also if ``row_instructions`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from quark.torch.numerics.native.compilation import (
-    Operand,
     native_array_instruction,
     native_by_type,
     native_function,
 )
-from quark.torch.numerics.native.vectors import LANES, SUM_FLAGS, Vectors
+from quark.torch.numerics.native.vectors import LANES
 from quark.torch.quantization.nn.products.native_kernels import half_value
+from quark.torch.quantization.nn.products.row_instructions import (
+    BLOCK,
+    STRIP,
+    decode_row,
+    multiply_strip,
+    sum_row,
+)
 
 Array = Any
-_UNROLLED = 4  # sums of a row that do not wait for each other
+_VALUES = 1 << 17  # values of rows that are decoded together: half a megabyte
+_RUN = 256  # inputs of a sum in registers: longer sums round more
 
-
-class _Row:
-    """Values of a row of codes, one vector after the other.
-
-    Args:
-        vectors: Instructions.
-        operands: As of ``_decode_row``, without ``values``.
-    """
-
-    def __init__(self, vectors: Vectors, operands: Sequence[Operand | None]) -> None:
-        *planes, slots, zeros, factors, table = operands
-        assert planes[0] and slots and factors and table
-        self.vectors, self.factors, self.kind = vectors, factors, table.kind
-        self.runs, self.has_zeros = factors.shape[1], zeros is not None
-        self.count = vectors.builder.udiv(planes[0].shape[2], vectors.constant(LANES))
-        self.shift = vectors.load_one(slots, vectors.constant(12))
-        self.planes = [plane for plane in planes if plane is not None]
-        kind = vectors.short if table.kind == "int16" else vectors.int
-        self.codes = vectors.of(kind)
-        self.starts = [vectors.load_one(slots, vectors.constant(4 * p)) for p in range(3)]
-        self.slots = [self._numbers(slots, 4 * p + 1, kind) for p in range(len(self.planes))]
-        self.table = (
-            vectors.load(table, vectors.constant(0))
-            if table.kind == "float32"
-            else self._numbers(table, 0, kind)
-        )
-
-    def _numbers(self, operand: Operand, start: int, kind: Any) -> list[Any]:
-        """Return three numbers of an array as vectors of the type of codes."""
-        vectors, numbers = self.vectors, []
-        for index in range(start, start + 3):
-            number = vectors.load_one(operand, vectors.constant(index))
-            is_wide = number.type.width > kind.width
-            numbers.append(
-                vectors.spread(vectors.builder.trunc(number, kind) if is_wide else number)
-            )
-        return numbers
-
-    def values(self, chunk: Any) -> Any:
-        """Return the values of a vector of codes, float32, given which one it is."""
-        vectors, builder = self.vectors, self.vectors.builder
-        values = self._units(self._bits(chunk))
-        run = builder.lshr(chunk, self.shift)
-        if self.has_zeros:
-            place = builder.add(run, self.runs)
-            values = builder.fsub(values, vectors.spread(vectors.load_one(self.factors, place)))
-        return builder.fmul(values, vectors.spread(vectors.load_one(self.factors, run)))
-
-    def _bits(self, chunk: Any) -> Any:
-        vectors, builder = self.vectors, self.vectors.builder
-        start = builder.mul(chunk, vectors.constant(LANES))
-        bits = None
-        for plane, first, slot in zip(self.planes, self.starts, self.slots, strict=False):
-            shift, mask, below = slot
-            part = builder.zext(vectors.load(plane, builder.add(first, start)), self.codes)
-            if len(self.planes) > 1 or self.kind == "float32":  # else a byte is a code
-                part = builder.and_(builder.lshr(part, shift), mask)
-            bits = part if bits is None else builder.or_(bits, builder.shl(part, below))
-        return bits
-
-    def _units(self, bits: Any) -> Any:
-        """Return what is multiplied by scales, float32; see ``_decode_row``."""
-        vectors, builder, ir = self.vectors, self.vectors.builder, self.vectors.ir
-        if self.kind == "float32":
-            return vectors.lookup(self.table, bits)
-        if self.kind == "int32":
-            flip, zero, _ = self.table
-            whole = builder.sub(builder.xor(bits, flip), zero)
-            return builder.sitofp(whole, vectors.of(vectors.float))
-        top, down, mask = self.table
-        moved = builder.and_(builder.ashr(builder.shl(bits, top), down), mask)
-        halves = builder.bitcast(moved, vectors.of(ir.HalfType()))
-        return builder.fpext(halves, vectors.of(vectors.float))
-
-
-@native_array_instruction
-def _decode_row(builder: Any, ir: Any, *operands: Operand | None) -> None:
-    """Write the values of a row of codes.
-
-    Args:
-        builder: Builder of instructions.
-        ir: The module ``llvmlite.ir``.
-        operands: Three planes, uint8 (panels, rows of bytes, inputs) or None. Where the row lies in
-            them (see ``_find_row``), and in the first of the last four numbers the shift of
-            ``_run_shift``, int64 (4, 4). Stored zero points, or None if there are none. Scales and
-            zero points of the runs, float32 (2, runs).
-            A table: the 16 values of codes, float32; or for integers, int32: which bits are
-            inverted, the zero point, 0; or for floats, int16: places by which the sign moves to
-            the top, places by which a float16 is shifted down then, its mask.
-            The values: float32 or bits of bfloat16 (int16), (inputs,), overwritten.
-    """
-    *given, values = operands
-    assert values is not None
-    vectors = Vectors(builder, ir)
-    row = _Row(vectors, given)
-
-    def write(chunk: Any, _: list[Any]) -> list[Any]:
-        numbers = row.values(chunk)
-        if values.kind == "int16":
-            numbers = vectors.bfloat16_bits(numbers)
-        vectors.store(numbers, values, builder.mul(chunk, vectors.constant(LANES)))
-        return []
-
-    vectors.loop(vectors.constant(0), row.count, 1, [], write)
-
-
-def _sum_row(count: int) -> Callable[..., None]:
-    """Return what builds the products of a row of codes and so many rows of inputs."""
-
-    def build(builder: Any, ir: Any, *operands: Operand | None) -> None:
-        *given, x, y = operands
-        assert x is not None and y is not None
-        vectors = Vectors(builder, ir)
-        row = _Row(vectors, given)
-        inputs = builder.mul(row.count, vectors.constant(LANES))
-
-        def add(chunk: Any, sums: list[Any]) -> list[Any]:
-            results = []
-            for index, total in enumerate(sums):
-                turn, of = divmod(index, count)
-                if of == 0:
-                    place = builder.add(chunk, vectors.constant(turn))
-                    values, start = row.values(place), builder.mul(place, vectors.constant(LANES))
-                at = builder.add(start, builder.mul(inputs, vectors.constant(of)))
-                product = builder.fmul(values, vectors.load(x, at), flags=SUM_FLAGS)
-                results.append(builder.fadd(total, product, flags=SUM_FLAGS))
-            return results
-
-        turns = _UNROLLED // count
-        start, stop = vectors.constant(0), row.count
-        start, sums = vectors.loop(start, stop, turns, [vectors.zeros] * _UNROLLED, add)
-        totals = sums[:count]
-        for index in range(count, _UNROLLED):
-            of = index % count
-            totals[of] = builder.fadd(totals[of], sums[index], flags=SUM_FLAGS)
-        _, totals = vectors.loop(start, stop, 1, totals, add)
-        for of, total in enumerate(totals):
-            vectors.store(vectors.sum(total), y, vectors.constant(of))
-
-    return build
-
-
-# Operands as of ``_decode_row``, without values; then inputs, float32 (1 or 4, inputs), and their
+# Operands as of ``decode_row``, without values; then inputs, float32 (1 or 4, inputs), and their
 # products, float32 (1 or 4,), overwritten.
-_multiply_one = native_array_instruction(_sum_row(1))
-_multiply_four = native_array_instruction(_sum_row(4))
+_multiply_one = native_array_instruction(sum_row(1))
+_multiply_four = native_array_instruction(sum_row(4))
+_decode_row = native_array_instruction(decode_row)
+_multiply_strip = native_array_instruction(multiply_strip)
 
 
 def _float32_factor(x):  # type: ignore[no-untyped-def]  # numba reads the types of arguments
@@ -284,8 +151,8 @@ def _read_row(
         panel: The panel.
         row: Row of the panel.
         rows: Rows of a panel.
-        slots: See ``_decode_row``; int64 (4, 4), overwritten.
-        factors: See ``_decode_row``; overwritten.
+        slots: See ``decode_row``; int64 (4, 4), overwritten.
+        factors: See ``decode_row``; overwritten.
     """
     slots[0, 3] = 0
     _find_row(first, panel, row, rows, slots[0], slots[1])
@@ -316,7 +183,7 @@ def decode_rows(
         scale: Stored scales, (panels, rows, groups).
         zeros: Stored zero points, likewise, or None.
         values: float32 or bits of bfloat16 (int16), (panels, rows, inputs), overwritten.
-        table: See ``_decode_row``.
+        table: See ``decode_row``.
         numbers: What scales are multiplied by, and what is added to zero points, float32.
     """
     rows, slots = values.shape[1], np.zeros((4, 4), np.int64)
@@ -350,7 +217,7 @@ def multiply_rows(
         zeros: See ``decode_rows``.
         y: Outputs, float32 (panels, rows of a panel, 1 or 4), overwritten.
         x: Inputs, float32 (1 or 4, inputs).
-        table: See ``_decode_row``.
+        table: See ``decode_row``.
         numbers: See ``decode_rows``.
         narrowest: Bits of a code in the plane that has the fewest.
     """
@@ -367,3 +234,78 @@ def multiply_rows(
                 _multiply_one(operands)
             else:
                 _multiply_four(operands)
+
+
+@native_function
+def write_strips(strips: Array, places: Array, x: Array) -> None:
+    """Write inputs in strips, with zeros after the last token.
+
+    Args:
+        strips: float32 (strips, inputs, ``STRIP``), overwritten.
+        places: Number of each strip in ``x``, int64 (strips,): they follow each other.
+        x: Inputs, float32, bits of bfloat16 (int16) or of float16 (uint16), (tokens, inputs).
+    """
+    for strip in range(strips.shape[0]):
+        first = (places[0] + strip) * STRIP
+        count = min(STRIP, x.shape[0] - first)
+        if count < STRIP:
+            strips[strip] = 0
+        for start in range(0, x.shape[1], LANES):  # lines of the cache are written whole
+            for token in range(count):
+                for i in range(start, start + LANES):
+                    strips[strip, i, token] = _factor(x[first + token, i])
+
+
+@native_function
+def multiply_strips(
+    first: Array,
+    second: Array | None,
+    third: Array | None,
+    scale: Array,
+    zeros: Array | None,
+    places: Array,
+    rows: int,
+    strips: Array,
+    y: Array,
+    table: Array,
+    numbers: Array,
+) -> None:
+    """Multiply strips of inputs by panels of rows.
+
+    Args:
+        first: See ``decode_rows``.
+        second: See ``decode_rows``.
+        third: See ``decode_rows``.
+        scale: See ``decode_rows``.
+        zeros: See ``decode_rows``.
+        places: Number of each panel in ``y``, int64 (panels,): they follow each other.
+        rows: Rows of a panel.
+        strips: See ``write_strips``.
+        y: Outputs, float32 (tokens, outputs), those of the panels overwritten.
+        table: See ``decode_row``.
+        numbers: See ``decode_rows``.
+    """
+    inputs, total = strips.shape[1], scale.shape[0] * rows
+    step = max(1, _VALUES // inputs // BLOCK) * BLOCK
+    size = min(step, -(-total // BLOCK) * BLOCK)
+    values = np.empty((size, inputs + LANES), np.float32)  # rows share no sets of the cache
+    sums, part = np.empty((BLOCK, STRIP), np.float32), np.zeros(3, np.int64)
+    slots = np.zeros((4, 4), np.int64)
+    factors = _make_factors(inputs // LANES, scale.shape[2], slots)
+    for start in range(0, total, step):
+        count, output = min(step, total - start), places[0] * rows + start
+        for i in range(count):
+            panel = (start + i) // rows
+            row = start + i - panel * rows
+            _read_row(first, second, third, scale, zeros, numbers, panel, row, rows, slots, factors)
+            _decode_row((first, second, third, slots, zeros, factors, table, values[i]))
+        for strip in range(strips.shape[0]):
+            token = strip * STRIP
+            for row in range(0, count, BLOCK):
+                sums[:] = 0
+                for begin in range(0, inputs, _RUN):
+                    part[0], part[1], part[2] = row, begin, min(begin + _RUN, inputs)
+                    _multiply_strip((values, strips[strip], sums, part))
+                for i in range(min(STRIP, y.shape[0] - token)):
+                    for j in range(min(BLOCK, count - row)):
+                        y[token + i, output + row + j] = sums[j, i]

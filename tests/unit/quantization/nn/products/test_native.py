@@ -4,6 +4,8 @@ import logging
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.native import compilation
@@ -68,10 +70,10 @@ def check_products(panels, parts, values):
 
     Sums of unsigned codes would cancel there.
     """
-    x = 1 + torch.randn(9, values.shape[1]) / 8
+    x = 1 + torch.randn(35, values.shape[1]) / 8
     x[:, 5] = 1000.0
     exact = x.double() @ values.double().T
-    for rows in (1, 3, 9):
+    for rows in (1, 3, 9, 35):
         y = native.NativeProduct(panels, parts).multiply(x[:rows])[:, : len(values)]
         assert (y - exact[:rows]).abs().max() < 1e-5 * exact[:rows].abs().max()
 
@@ -181,6 +183,47 @@ def test_products_of_few_and_many_rows(rows, name, monkeypatch):
     assert method.multiply(parts, x[:0]).shape == (0, 70)
 
 
+@given(
+    outputs=st.integers(1, 300),
+    inputs=st.integers(1, 70).map(lambda vectors: 16 * vectors),
+    tokens=st.integers(1, 40) | st.sampled_from([512, 513, 1030]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    threads=st.integers(1, 3),
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_strips_of_any_shape(outputs, inputs, tokens, dtype, threads):
+    panels, parts, values = integers(outputs, inputs)
+    if not native.takes_strips(panels):
+        assert native.has_feature(WIDE) or not native.has_feature(FEATURE)
+        return
+    x = (1 + torch.randn(2, tokens, inputs) / 8).to(dtype)[1]
+    before, torch_threads = compilation._PIECE, torch.get_num_threads()
+    try:
+        compilation._PIECE = 1
+        torch.set_num_threads(threads)
+        y = native.NativeProduct(panels, parts).multiply_strips(x)[:, :outputs]
+    finally:
+        compilation._PIECE = before
+        torch.set_num_threads(torch_threads)
+    exact = x.double() @ values.double().T
+    assert y.shape == exact.shape
+    assert (y - exact).abs().max() < 2e-6 * exact.abs().max()
+    whole = native.NativeProduct(panels, parts).multiply_strips(x)[:, :outputs]
+    assert torch.equal(y, whole)
+
+
+def integers(outputs, inputs):
+    """Panels of int4 in groups of 16, their tensors and values, float32 (outputs, inputs)."""
+    codes = torch.randint(-8, 8, (outputs, inputs), dtype=torch.int8)
+    state = weight(Dtype.int4, True)._replace(codes=codes)
+    state = state._replace(scale=torch.rand(outputs, inputs // 16) + 0.1)
+    state.spec.scheme.__dict__["group"] = 16
+    packed = Panels.pack(state, Arrangement.of_rows(outputs, inputs, 16))
+    return *packed, dequantize(codes, state.scale, None, state.scheme)
+
+
 @pytest.mark.parametrize("zeros", ["none", "one", "many", "fractions"])
 @pytest.mark.parametrize("half", [16, 32])
 @pytest.mark.parametrize("dtype", [Dtype.int4, Dtype.uint4])
@@ -278,13 +321,17 @@ class TestRefusals:
         (record,) = caplog.records
         assert "int4 are not computed by kernels of numba: its values" in record.message
 
-    def test_wrong_products(self, right, caplog, monkeypatch):
+    @pytest.mark.parametrize("kernel", ["multiply_rows", "multiply_strips"])
+    def test_wrong_products(self, right, kernel, caplog, monkeypatch):
+        if kernel == "multiply_strips" and not native.takes_strips(right[0]):
+            pytest.skip("no strips by these instructions")
         run = native.run_arrays
 
         def wrong(function, arrays, *constants):
             run(function, arrays, *constants)
-            if function.python.__name__ == "multiply_rows":
-                arrays[5][0, 0, 0] += 0.1
+            if function.python.__name__ == kernel:
+                y = arrays[5] if kernel == "multiply_rows" else constants[2]
+                y[0, 0] += 0.1
 
         monkeypatch.setattr(native, "run_arrays", wrong)
         assert not native.is_right(*right, torch.float32)
