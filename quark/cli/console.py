@@ -176,8 +176,8 @@ def _full_disk(error: Exception, text: str) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         text = f"{error.strerror} for {named}" if named else str(error.strerror)
     return (
-        f"{text.rstrip('.')}. Make room on the disk, or write to another one: the output directory, "
-        "or TMPDIR for temporary files. Then run the same command again."
+        f"{text.rstrip('.')}. Make room on the disk, or write to another one: the output "
+        "directory, or TMPDIR for temporary files. Then run the same command again."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.config import Config, QuantizationConfig
 
 
 def check_config(config: Any) -> None:
@@ -20,6 +20,8 @@ def check_config(config: Any) -> None:
         return
     if isinstance(config, dict):
         advice = "give Config.from_dict(config)."
+    elif isinstance(config, QuantizationConfig):
+        advice = "give Config(global_quant_config=config)."
     else:
         scheme = config if isinstance(config, str) and config.isidentifier() else "int4_wo_128"
         advice = f"make one: LLMTemplate.get(model.config.model_type).get_config({scheme!r})."
