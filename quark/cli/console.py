@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -122,8 +123,9 @@ class _Handler(logging.Handler):
 def session() -> Iterator[None]:
     """Show warnings of this package, silence other libraries, and restore both afterwards."""
     _Shown.is_verbose = _Shown.is_quiet = out.quiet = False
-    for name in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY"):
+    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         os.environ.setdefault(name, "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # its errors are raised as well
     logger = logging.getLogger("quark")
     before = logger.handlers, logger.level
     logger.handlers = [_Handler()]
@@ -156,12 +158,27 @@ def report(error: Exception) -> int:
     elif option is not None:
         text = text.replace("Input should be greater than or equal to", "expected at least")
     text = " ".join(text.split()) or type(error).__name__
-    if not isinstance(error, (ValueError, OSError)) and not is_usage:
+    if "No space left on device" in text:
+        text = _full_disk(error, text)
+    elif not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
     _steps.error(text, exc_info=None if is_usage else error)
     hint = f" [dim]({context.command_path} --help)[/]" if context is not None else ""
     err.print(f"[bold red]error:[/] {escape(text)}{hint}", soft_wrap=True)
     return int(getattr(error, "exit_code", 1)) if is_usage else 1
+
+
+def _full_disk(error: Exception, text: str) -> str:
+    """Return the message for a disk that is full, with what to do."""
+    if "make room" in text.lower():
+        return text
+    named = getattr(error, "filename", None)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        text = f"{error.strerror} for {named}" if named else str(error.strerror)
+    return (
+        f"{text.rstrip('.')}. Make room on the disk, or write to another one: the output "
+        "directory, or TMPDIR for temporary files. Then run the same command again."
+    )
 
 
 def _unknown_flag(error: Any, text: str, command: Any) -> str:

@@ -368,7 +368,11 @@ def _windows_of(
     else:
         enough = CHARACTERS_PER_TOKEN * length * limit
         documents = evaluation_documents() if held_out else calibration_documents(enough)
-    return token_windows(documents, tokenizer, length, limit or None)
+    try:
+        return token_windows(documents, tokenizer, length, limit or None)
+    except ValueError as error:
+        least = str(error).replace("a length of at most", "shorter windows, such as --seq_len")
+        raise ValueError(least) from None
 
 
 def weight_bytes(path: Path) -> int:

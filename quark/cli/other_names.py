@@ -33,6 +33,10 @@ _FLAGS = {
     **dict.fromkeys(("export", "export_fmt", "export_format"), "model_export"),
     **dict.fromkeys(("custom_mode", "format", "model_export", "output_format"), "to"),
     "limit": "num_eval_data",
+    **dict.fromkeys(("max_windows", "num_eval_data", "num_windows"), "limit"),
+    **dict.fromkeys(("eval_data", "eval_data_dir", "evaluation_dataset"), "dataset"),
+    "eval_batch_size": "batch_size",
+    "eval_seq_len": "seq_len",
     "imatrix": "statistics",
     "q_group_size": "group_size",
     "skip_eval": "skip_evaluation",
@@ -50,6 +54,7 @@ _ADVICE = {
     **dict.fromkeys(
         ("act_order", "damp_percent", "dampening_frac", "desc_act", "smoothing_strength"), _OPTION
     ),
+    "no_weight_matrix_merge": "Scales are merged with --weight_matrix_merge alone. Leave it out.",
     "quant_algo_config": _OPTION,
     "targets": "All linear layers are quantized. Give --exclude_layers, or --layer_quant_scheme.",
 }
@@ -67,6 +72,7 @@ VERBS = {
 # Value of --model_export of other tools -> what to type.
 FILES = {
     **dict.fromkeys(("hf", "huggingface", "safetensors"), "--model_export hf_format"),
+    "quark_safetensors": "--model_export hf_format",  # of earlier AMD Quark
     **dict.fromkeys(("llama.cpp", "llamacpp"), "--model_export gguf"),
     **dict.fromkeys(("pt", "pth", "torch"), "--model_export quark_format"),
     "vllm": "--model_export hf_format",

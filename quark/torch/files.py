@@ -100,9 +100,18 @@ def check_space(path: str | Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
-            f"{parent} has {free / 1e9:.2f} GB free, but {needed / 1e9:.2f} GB will be "
+            f"{parent} has {_size_text(free)} free, but {_size_text(needed)} will be "
             "written: make room, or choose another directory."
         )
+
+
+def _size_text(count: int) -> str:
+    """Return a number of bytes in the largest unit that fits: 912 kB, 8.2 GB."""
+    unit, name = next(((u, n) for u, n in _UNITS if count >= u), _UNITS[-1])
+    return f"{count / unit:.1f} {name}".replace(".0 ", " ")
+
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:

@@ -35,6 +35,7 @@ NOT_RUN = {
     ("docs/serve.md", "curl"): "needs a server",
     ("docs/serve.md", "python -m sglang"): "needs SGLang",
     ("docs/serve.md", "llama-cli"): "needs llama.cpp",
+    ("docs/serve.md", "import xllamacpp"): "needs xllamacpp",
     ("docs/training.md", "import torch"): "test_training_document.py runs it",
     ("docs/training.md", "import copy"): "test_training_document.py runs it",
 }  # fmt: skip

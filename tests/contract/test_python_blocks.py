@@ -55,8 +55,8 @@ BEFORE = {
     "docs/serve.md": """
 from typer.testing import CliRunner
 from quark.cli.main import app
-flags = "--model_dir MODEL --output_dir INT8-ONNX --quant_scheme int8 --data_type float32 "
-more = "--model_export onnx --use_cache --num_calib_data 2 --skip_evaluation"
+flags = "--model_dir MODEL --output_dir INT8-ONNX --quant_scheme int8_wo --data_type float32 "
+more = "--model_export onnx --use_cache --skip_evaluation"
 assert CliRunner().invoke(app, f"quantize {flags} {more}".split()).exit_code == 0
 """,
     "docs/training.md": MODEL + TEACHER,

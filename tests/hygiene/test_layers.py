@@ -50,7 +50,7 @@ LAYERS = [
         "quark.torch.export.config",
         "quark.torch.utils",
     },
-    {"quark.torch.quantization.preparation"},
+    {"quark.torch.quantization.preparation", "quark.torch.quantization.arguments"},
     {"quark.torch.pipeline"},
     {
         "quark.torch.quantization.plan",

@@ -121,8 +121,11 @@ def find_tokenizer(request: Request, is_calibrated: bool) -> Any:
         tokenizer = models.load_tokenizer(
             request.model_dir, "--model_dir", request.trust_remote_code
         )
-    except typer.BadParameter:
-        if is_calibrated or not request.skip_evaluation:
+    except typer.BadParameter as error:
+        if is_calibrated:
+            raise
+        if not request.skip_evaluation:
+            error.message += " Or give --skip_evaluation: this scheme needs no text."
             raise
         return None
     if not request.skip_evaluation:

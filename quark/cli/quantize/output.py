@@ -99,7 +99,8 @@ def _write_exports(
     formats = request.exports
     if not formats:
         return
-    with console.stage("writing the checkpoint"):
+    is_graph = list(formats) == ["onnx"]
+    with console.stage("tracing and writing the graph" if is_graph else "writing the checkpoint"):
         if len(formats) == 1:
             _export(request, model, tokenizer, formats[0], request.output_dir, announce, card)
         else:

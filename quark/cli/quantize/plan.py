@@ -256,6 +256,8 @@ def _describe_run(
         on_device=devices[0] != "cpu",
         devices=len(devices),
         attends=2 * len(FACTORS) if is_calibrated and searches_heads(config) else 0,
+        traces="onnx" in request.exports,
+        traces_cache=request.use_cache,
     )
 
 

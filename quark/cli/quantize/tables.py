@@ -201,7 +201,7 @@ def show_requirements(plan: RunPlan) -> None:
     for title in ("step", "memory", "passes", "time"):
         steps.add_column(title, justify="left" if title == "step" else "right")
     for step in needs.steps:
-        seconds = step.flops / machine.flops + step.solver_flops / machine.solver_flops
+        seconds = needs.seconds_of(step, machine)
         memory = needs.memory_of(step)
         passes = f"{step.passes:.1f}" if step.passes else ""
         steps.add_row(step.name, size(memory), passes, console.format_seconds(seconds))

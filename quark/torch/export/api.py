@@ -43,7 +43,7 @@ class ModelExporter:
         verdict: What came of that at the last export, None if it was not asked for.
 
     Raises:
-        TypeError: ``overwrite`` or ``verify`` is no bool.
+        TypeError: ``overwrite`` or ``verify`` is no bool, or ``config`` of another class.
         ValueError: No directory is given.
     """
 
@@ -61,6 +61,11 @@ class ModelExporter:
             raise ValueError("Give export_dir, the directory to write.")
         if isinstance(config, JsonExporterConfig):
             config = ExporterConfig(config)
+        if not isinstance(config, (ExporterConfig, type(None))):
+            raise TypeError(
+                f"config: expected an ExporterConfig, got a {type(config).__name__}. Leave it out: "
+                "the model remembers how it was quantized."
+            )
         self.config = config or ExporterConfig()
         self.export_dir = Path(export_dir)
         self.overwrite = overwrite

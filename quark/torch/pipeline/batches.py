@@ -56,8 +56,15 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def not_a_batch(batch: Any) -> TypeError:
     """Return the error for something that is not a batch."""
+    if isinstance(batch, str):
+        advice = 'Tokenize the text: tokenizer(text, return_tensors="pt").'
+    elif isinstance(batch, int):
+        advice = "Make a tensor of token ids, with rows: torch.tensor([ids])."
+    else:
+        advice = "Give what the model is called with."
+    kind = "None" if batch is None else f"a {type(batch).__name__}"
     return TypeError(
-        f"A batch must be a tensor, a mapping of arguments or a list, got {type(batch)}."
+        f"A batch must be a tensor, a mapping of arguments or a list, got {kind}. {advice}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
@@ -94,15 +95,17 @@ def check_batches(model: nn.Module, batches: Iterable[Any]) -> str | None:
         The result of ``data_digest``; None if there is no batch with a row.
 
     Raises:
-        TypeError: An item is not a batch.
-        ValueError: A batch has NaN or infinite values or no tensors, or a token is not in the
-            vocabulary. The message has the index of the batch.
+        TypeError: An item is not a batch, or has no argument of the model.
+        ValueError: A batch has NaN or infinite values or no tensors, or ids of tokens that the
+            model does not take. The message has the index of the batch.
     """
     words, digests = vocabulary_size(model), list[str]()
     for index, item in enumerate(batches):
         for batch in flatten_batches([item]):
             named = dict(_tensors(batch, index))
+            _check_names(model, batch, index)
             ids = named.get("input_ids", named.get(_FIRST))
+            _check_ids(model, named, index)
             for name, x in named.items():
                 if not name.endswith("mask") and not is_finite(x):
                     raise ValueError(
@@ -133,6 +136,42 @@ def _tensors(batch: Any, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield from tensors
     else:
         raise not_a_batch(batch)
+
+
+def _check_names(model: nn.Module, batch: Any, index: int) -> None:
+    """Raise if no key of a mapping names an argument of the model."""
+    if not hasattr(batch, "items"):
+        return
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if names and not {*names} & {str(key) for key in batch}:
+        raise TypeError(
+            f"Batch {index} of the dataloader has {', '.join(map(str, batch))}, but "
+            f"{type(model).__name__} takes {', '.join(names[:4])}{', …' if names[4:] else ''}. "
+            "Rename the keys."
+        )
+
+
+def _check_ids(model: nn.Module, tensors: dict[str, torch.Tensor], index: int) -> None:
+    """Raise if tensors have no values, or ids of tokens are no integers in rows."""
+    for name, x in tensors.items():
+        if x.is_meta:
+            raise ValueError(
+                f"Batch {index} of the dataloader has no values: {name} is on the meta device. "
+                "Make the batches on a real one."
+            )
+    takes_ids = getattr(model, "main_input_name", None) == "input_ids"
+    ids = tensors.get("input_ids", tensors.get(_FIRST) if takes_ids else None)
+    if ids is None or not takes_ids:
+        return
+    place = f"Batch {index} of the dataloader has ids of tokens"
+    if ids.is_floating_point():
+        raise ValueError(f"{place} in {ids.dtype}: convert them with .long().")
+    if ids.dim() < 2:
+        raise ValueError(
+            f"{place} of shape {tuple(ids.shape)}: give rows, (sequences, tokens), such as "
+            "ids.unsqueeze(0)."
+        )
 
 
 def vocabulary_size(model: nn.Module) -> int | None:

@@ -91,12 +91,15 @@ class Requirements(NamedTuple):
             return DEVICE_CONTEXT + own
         return self.interpreter + LATER_IMPORTS + own + int(HEAP * (self.kept + step.stores))
 
+    @staticmethod
+    def seconds_of(step: Step, machine: Machine) -> float:
+        """Return the time of a step on a machine, without reading and writing."""
+        arithmetic = step.flops / machine.flops + step.solver_flops / machine.solver_flops
+        return arithmetic + step.seconds
+
     def seconds(self, machine: Machine) -> float:
         """Return the time of the run on a machine, without overlap of its parts."""
-        arithmetic = sum(
-            step.flops / machine.flops + step.solver_flops / machine.solver_flops
-            for step in self.steps
-        )
+        arithmetic = sum(self.seconds_of(step, machine) for step in self.steps)
         written = self.output + sum(self.spilled)
         return arithmetic + self.read / machine.read + written / machine.write
 

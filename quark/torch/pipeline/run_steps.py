@@ -17,6 +17,10 @@ from quark.torch.pipeline.shapes import (
 
 _ROWS = 256  # tokens that the output head receives at once in an evaluation
 ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of arithmetic
+# Tracing a graph is work of the interpreter: seconds of one core of an AMD Zen 3, and bytes of the
+# libraries and of the nodes of a layer.
+TRACE_SECONDS, TRACE_IMPORTS = 6.0, 128 << 20
+LAYER_SECONDS, CACHED_LAYER_SECONDS, LAYER_NODES = 0.2, 0.35, 1 << 20
 
 
 StepWork = Callable[[BlockShape, DataShape], Work]  # what a step takes for a block
@@ -33,6 +37,7 @@ class Step(NamedTuple):
         solver_flops: Arithmetic in float32.
         reads: Times that the parameters are read from the files, if memory does not hold them.
         passes: Times that the data runs through the model.
+        seconds: Time of work that is no arithmetic.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Step(NamedTuple):
     solver_flops: float = 0.0
     reads: int = 1
     passes: float = 0.0
+    seconds: float = 0.0
 
 
 class Run(NamedTuple):
@@ -75,6 +81,8 @@ class Run(NamedTuple):
         tokenizer: Bytes that reading the tokenizer takes once more, for a file that holds it; 0 if
             none does.
         tokenizer_loading: Bytes that loading the tokenizer takes, before the model is loaded.
+        traces: Whether a graph is traced and written, in one piece.
+        traces_cache: Whether that graph has a cache.
     """
 
     model: ModelShape
@@ -101,6 +109,8 @@ class Run(NamedTuple):
     attends: int = 0
     tokenizer: int = 0
     tokenizer_loading: int = 0
+    traces: bool = False
+    traces_cache: bool = False
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
@@ -141,7 +151,26 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
         steps.append(Step("reading the tokenizer", run.tokenizer, reads=0))
     packed = max((b.elements for b in model.blocks), default=0) if streams else run.packed
     steps.append(Step("writing", 8 * element + packed, solver_flops=quantize))
+    if run.traces:
+        steps.append(_tracing(run))
     return steps
+
+
+def _tracing(run: Run) -> Step:
+    """Return the step that traces a graph, fills it with codes and writes it.
+
+    Beside the original weights, which a failure restores, memory holds codes in the order of the
+    layers and in that of the graph, a byte each, and the file three times.
+    """
+    layers = run.model.layers
+    values = sum((layer.itemsize + 2) * layer.elements for layer in layers)
+    each = CACHED_LAYER_SECONDS if run.traces_cache else LAYER_SECONDS
+    return Step(
+        "tracing the graph",
+        TRACE_IMPORTS + LAYER_NODES * len(layers) + values + 3 * run.output,
+        reads=0,
+        seconds=TRACE_SECONDS + each * len(layers),
+    )
 
 
 def _list_measurements(run: Run, limit: int, streams: bool) -> list[Step]:

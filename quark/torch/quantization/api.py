@@ -34,6 +34,7 @@ from quark.torch.pipeline.replicas import check_devices, run_on_replicas
 from quark.torch.pipeline.run_request import describe_run
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.algorithms import apply_algorithms
+from quark.torch.quantization.arguments import check_config, check_module
 from quark.torch.quantization.calibration import calibrate, share_token_counts
 from quark.torch.quantization.checks import check, check_processes, discover_structure
 from quark.torch.quantization.config.config import Config
@@ -81,8 +82,7 @@ class ModelQuantizer:
         journal: Journal | None = None,
         devices: Sequence[str | torch.device] | None = None,
     ) -> None:
-        if not isinstance(config, Config):
-            raise TypeError(f"ModelQuantizer takes a Config, got {type(config).__name__}.")
+        check_config(config)
         if isinstance(devices, (str, torch.device)):
             raise TypeError(f"devices: give a list, such as [{str(devices)!r}].")
         self.config = config
@@ -111,7 +111,7 @@ class ModelQuantizer:
             Of a graph, a quantized copy.
 
         Raises:
-            TypeError: The model is compiled, parallel or has adapters.
+            TypeError: The model is no module, or is compiled, parallel or has adapters.
             ValueError: The configuration or ``devices`` do not fit, data is missing, a value is not
                 finite, or the journal is that of another run.
             OSError: The disk is too full for activations or the journal, or there is no
@@ -128,6 +128,7 @@ class ModelQuantizer:
         bits as one process alone. So it is with several ``devices``, each of which a thread works
         for; batches are then held in memory.
         """
+        check_module(model)
         check_mode(model, self.config)
         if self.config.quant_mode is QuantizationMode.fx_graph_mode:
             return self._quantize_graph(model, dataloader, statistics)  # type: ignore[return-value]

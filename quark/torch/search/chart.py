@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 760, 460, 70, 50, 20
-_NAME_WIDTH, _LINE = 90, 13  # pixels that a name takes
+WIDTH, HEIGHT, LEFT, BOTTOM, MARGIN = 520, 360, 66, 50, 20  # small, to be read on a phone
+_NAME_WIDTH, _LINE = 104, 15  # pixels that a name takes
 
 Point = tuple[float, float]  # bits per weight, loss
 
@@ -37,7 +37,7 @@ def render_chart(points: Iterable[Point], marked: Mapping[str, Point], loss: str
     vertices = " ".join("{:.1f},{:.1f}".format(*scale(point)) for point in curve)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12">',
+        'font-family="sans-serif" font-size="14">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         *scale.axes(loss),
         f'<polyline points="{vertices}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
@@ -76,7 +76,7 @@ class _Scale:
         middle = HEIGHT / 2
         yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bits per weight</text>'
         yield (
-            f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">'
+            f'<text x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})">'
             f"{escape(loss)}</text>"
         )
 

@@ -110,3 +110,26 @@ def test_numbers_are_no_tokens():
     batches = [torch.full((2, 4), 1000), (torch.ones(2, 4), 3)]
     assert check_batches(nn.Linear(4, 4), batches) == data_digest(batches)
     assert check_batches(nn.Linear(4, 4), [torch.ones(0, 4)]) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "advice"),
+    [
+        (IDS.float(), r"ids of tokens in torch\.float32: convert them with \.long\(\)"),
+        (IDS[0], r"of shape \(10,\): give rows, .* such as ids\.unsqueeze\(0\)"),
+        ({"input_ids": IDS[0]}, r"give rows"),
+        ({"input_ids": IDS.to("meta")}, r"input_ids is on the meta device"),
+        ({"tokens": IDS}, r"has tokens, but \w+ takes input_ids, .*Rename the keys"),
+        ("Some text", r"got a str\. Tokenize the text: tokenizer\(text, return_tensors="),
+        (None, r"got None\. Give what the model is called with"),
+    ],
+    ids=["floats", "one row", "one row by name", "meta", "keys", "text", "None"],
+)
+def test_a_batch_that_the_model_does_not_take(batch, advice):
+    with pytest.raises((TypeError, ValueError), match=advice):
+        check_batches(varied("llama", num_hidden_layers=1), [batch])
+
+
+def test_token_ids_as_a_list_are_no_batch():
+    with pytest.raises(TypeError, match=r"got a int\. Make a tensor of token ids"):
+        check_batches(nn.Linear(4, 4), [[1, 2, 3]])

@@ -12,7 +12,7 @@ from quark.torch.algorithm.registry import ALGORITHMS, load_algorithm
 from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline import run_steps
-from quark.torch.pipeline.requirements import least_bound, require
+from quark.torch.pipeline.requirements import Machine, least_bound, require
 from quark.torch.pipeline.run_steps import Run
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape, ModelShape
 from quark.torch.quantization.algorithms import find_algorithms
@@ -273,3 +273,19 @@ def _run_of(config):
         rounds=any(isinstance(options, RoundingConfig) for _, options in chosen),
         algorithms=[(o.name, partial(algorithm.work, o)) for algorithm, o in chosen],
     )
+
+
+class TestGraph:
+    """An ONNX file is traced, which is work of the interpreter, and written in one piece."""
+
+    def test_tracing_counts_in_time_and_memory(self):
+        plain = request_of(blocks=4)
+        traced = plain._replace(traces=True, output=500 * MIB)
+        step = require(traced, 400 * MIB).steps[-1]
+        assert step.name == "tracing the graph" and step.seconds > 12 * run_steps.LAYER_SECONDS
+        assert require(traced, 400 * MIB).memory > require(plain, 400 * MIB).memory + 1000 * MIB
+        machine = Machine(flops=1e12, solver_flops=1e12, read=1e12, write=1e12)
+        more = require(traced, 0).seconds(machine) - require(plain, 0).seconds(machine)
+        assert more == pytest.approx(step.seconds, abs=0.1)
+        cached = require(traced._replace(traces_cache=True), 0).steps[-1]
+        assert cached.seconds > step.seconds

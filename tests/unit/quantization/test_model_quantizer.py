@@ -159,7 +159,8 @@ class TestCalls:
         assert ModelQuantizer.freeze(model) is model
 
     def test_not_a_configuration(self):
-        with pytest.raises(TypeError, match="takes a Config, got QuantizationConfig"):
+        advice = r"got a QuantizationConfig: give Config\(global_quant_config=config\)"
+        with pytest.raises(TypeError, match=advice):
             ModelQuantizer(QuantizationConfig(weight=INT8))
 
     def test_freezing_a_float_model(self):

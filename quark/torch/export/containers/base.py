@@ -60,6 +60,19 @@ class ExportSettings:
     announce: Callable[[Path], None] | None = None
     card: Callable[[Path], None] | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.quant_config, (Config, type(None))):
+            raise TypeError(
+                f"quant_config: expected a Config, got a {type(self.quant_config).__name__}. Leave "
+                "it out: the model remembers it. A tokenizer goes by name, tokenizer=tokenizer."
+            )
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
+            given = self.tokenizer if isinstance(self.tokenizer, str) else "DIRECTORY"
+            raise TypeError(
+                f"tokenizer: expected a tokenizer, got a {type(self.tokenizer).__name__}. Load it: "
+                f"AutoTokenizer.from_pretrained({given!r})."
+            )
+
 
 class Container(ABC):
     """A kind of file that holds a quantized model: how it is recognized, read and written.

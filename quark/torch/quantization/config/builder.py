@@ -89,8 +89,8 @@ def build_config(
         global_quant_config=scheme,
         layer_quant_config=layers,
         layer_type_quant_config=layer_types,
-        exclude=[OUTPUT_HEAD] if exclude is None else list(exclude),
-        float_parts=list(float_parts),
+        exclude=[OUTPUT_HEAD] if exclude is None else _as_list(exclude),
+        float_parts=_as_list(float_parts),
         algo_config=list(algorithms),
         shared_scale_groups=shared_scale_groups,
     )
@@ -101,6 +101,11 @@ def build_config(
     return with_kv_cache(
         config, kv_cache.patterns, kv_cache.scheme, kv_cache.min_scale, kv_cache.post_rope
     )
+
+
+def _as_list(patterns: Sequence[str]) -> list[str]:
+    """Return patterns as a list; a single text is one pattern, not one for each character."""
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
 def is_two_level(layer: QuantizationConfig) -> bool:

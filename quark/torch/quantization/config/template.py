@@ -50,6 +50,8 @@ class LLMTemplate:
         exclude_layers_name: list[str] | None = None,
     ) -> None:
         self.model_type = model_type
+        if isinstance(kv_layers_name, str):
+            kv_layers_name = [kv_layers_name]
         self.kv_layers_name = kv_layers_name or ["*k_proj", "*v_proj"]
         self.q_layer_name = q_layer_name or "*q_proj"
         self.float_parts = list(PARTS) if exclude_layers_name is None else []
@@ -59,7 +61,16 @@ class LLMTemplate:
 
     @classmethod
     def get(cls, model_type: str) -> LLMTemplate:
-        """Return the template of a type of model, or the default one if none is registered."""
+        """Return the template of a type of model, or the default one if none is registered.
+
+        Raises:
+            TypeError: ``model_type`` is no text.
+        """
+        if not isinstance(model_type, str):
+            raise TypeError(
+                f"model_type: expected a text, got a {type(model_type).__name__}. Give "
+                "model.config.model_type."
+            )
         return cls._registered.get(model_type) or cls(model_type)
 
     @classmethod

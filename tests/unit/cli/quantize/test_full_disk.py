@@ -99,6 +99,7 @@ def test_nothing_is_lost(
     assert reached and result.exit_code == 1, result.output
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "No space left on device" in result.stderr
+    assert "make room" in errors[0].lower()
     assert "out" not in [path.name for path in tmp_path.iterdir()]
     assert len(list(tmp_path.glob("out.partial/blocks/*"))) == finished
     assert before == {path.name: path.read_bytes() for path in model_dir.iterdir()}

@@ -98,6 +98,14 @@ def test_scales_of_cached_heads_take_a_pass(plan_of):
         assert "scales of the cache" not in names(*others)
 
 
+def test_an_onnx_file_takes_the_time_of_tracing(plan_of):
+    onnx = plan_of("int4_wo_32", "--model_export", "onnx", "--use_cache", "--data_type", "float32")
+    assert onnx["steps"][-1]["name"] == "tracing the graph"
+    assert onnx["seconds"] >= onnx["steps"][-1]["seconds"] > 6
+    others = plan_of("int4_wo_32", "--data_type", "float32")
+    assert others["seconds"] < 6 and not any(step["seconds"] for step in others["steps"])
+
+
 def test_layers_are_chosen_once(plan_of, mixtral_dir, monkeypatch):
     """That takes seconds where a model has thousands of experts."""
     assign, calls = preparation.assign, []

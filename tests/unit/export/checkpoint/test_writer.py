@@ -83,7 +83,7 @@ class TestRefusals:
         monkeypatch.setattr(
             files.shutil, "disk_usage", lambda path: type("usage", (), {"free": 1000})
         )
-        refused(model, OSError, "0.00 GB free, but .* will be written: make room")
+        refused(model, OSError, "1 kB free, but .* will be written: make room")
 
     def test_a_place_that_is_taken(self, build, quantize, tmp_path):
         model = quantize(build(), "int8_wo")

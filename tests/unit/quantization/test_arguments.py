@@ -1,0 +1,77 @@
+"""Arguments of other kinds: each ends in a sentence that says what to give."""
+
+import pytest
+import torch
+from torch import nn
+
+from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer
+from tests.configurations import preset
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [
+        (None, r"got None: make one: LLMTemplate\.get\(model\.config\.model_type\)"),
+        ({"global_quant_config": {}}, r"got a dict: give Config\.from_dict\(config\)"),
+        ("fp8", r"got a str: make one: .*\.get_config\('fp8'\)"),
+        (LLMTemplate, r"got the class LLMTemplate: make one"),
+    ],
+    ids=["None", "dict", "name", "class"],
+)
+def test_a_configuration_of_another_kind(config, advice):
+    with pytest.raises(TypeError, match=advice):
+        ModelQuantizer(config)
+
+
+class Pipeline:
+    """Holds a model, as a pipeline of Transformers does."""
+
+    model = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (None, "got None: give the model first"),
+        ([torch.ones(1, 4)], "got a list: give the model first, then the batches"),
+        ("llama", r"got a str: load it first: AutoModelForCausalLM\.from_pretrained\('llama'\)"),
+        (nn.Linear, r"got the class Linear: make one: Linear\.from_pretrained\(DIRECTORY\)"),
+        (Pipeline(), r"got a Pipeline: give its model, in \.model"),
+    ],
+    ids=["None", "swapped", "name", "class", "pipeline"],
+)
+def test_a_model_of_another_kind(model, advice):
+    with pytest.raises(TypeError, match=advice):
+        ModelQuantizer(preset("int8_wo")).quantize_model(model)
+
+
+def test_a_single_pattern_is_one_pattern():
+    """Not one for each of its characters, none of which names a layer."""
+    template = LLMTemplate("llama", kv_layers_name="*k_proj")
+    config = template.get_config("int4_wo_32", exclude_layers="lm_head", float_parts="router")
+    assert config.exclude == ["lm_head"] and config.float_parts == ["router"]
+    assert template.kv_layers_name == ["*k_proj"]
+
+
+@pytest.mark.parametrize("model_type", [None, nn.Linear(4, 4)], ids=["None", "model"])
+def test_a_type_of_a_model_that_is_no_text(model_type):
+    with pytest.raises(TypeError, match=r"Give model\.config\.model_type"):
+        LLMTemplate.get(model_type)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"tokenizer": "llama"}, r"Load it: AutoTokenizer\.from_pretrained\('llama'\)"),
+        ({"quant_config": "llama"}, "Leave it out: the model remembers it"),
+    ],
+    ids=["tokenizer", "quant_config"],
+)
+def test_an_argument_of_an_export_of_another_kind(options, advice, tmp_path):
+    with pytest.raises(TypeError, match=advice):
+        ModelExporter(tmp_path / "out").export_safetensors_model(nn.Linear(4, 4), **options)
+
+
+def test_a_configuration_in_place_of_options_of_an_export(tmp_path):
+    with pytest.raises(TypeError, match="config: expected an ExporterConfig, got a Config"):
+        ModelExporter(preset("int8_wo"), tmp_path)
