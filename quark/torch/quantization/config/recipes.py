@@ -10,9 +10,7 @@ from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}
 _GPTQ = {"name": "gptq", "choose_damping": True}
-_RANDOM = {**_GPTQ, "random_tokens": 0.25}
-_YAQA = {"name": "yaqa"}
-_CHOSEN = {**_YAQA, "choose_damping": True, "random_tokens": 0.5}
+_YAQA = {"name": "yaqa", "choose_damping": True, "random_tokens": 0.5}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
 _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},
@@ -23,8 +21,8 @@ _BLOCKS = {
 # if benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
-    "w4": ("int4_wo_signed_128", (_AWQ, _CHOSEN)),
-    "w3": ("int3_wo_signed_128", (_RANDOM,)),
+    "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
+    "w3": ("int3_wo_signed_128", (_YAQA,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH,)),
     "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _GPTQ)),
