@@ -120,10 +120,15 @@ class ThirdPartyFormat(QuarkFormat):
 
         problem = common_problem(layer, (nn.Linear,), self.supports_rotation)
         output = layer.quant_config.output_tensors
-        is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
-        if problem is None and output is not None and not (is_cache and self.holds_cache(output)):
+        if problem is None and output is not None and not self.holds_output(name, layer):
             problem = "its output is quantized"
         return problem
+
+    def holds_output(self, name: str, layer: QuantizedLayer) -> bool:
+        """Whether the format can hold the quantized output of a layer."""
+        output = layer.quant_config.output_tensors
+        is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
+        return is_cache and output is not None and self.holds_cache(output)
 
     def holds_cache(self, spec: QuantizationSpec) -> bool:
         """Whether the format can hold a key-value cache quantized by a specification."""
