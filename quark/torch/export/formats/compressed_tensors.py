@@ -10,6 +10,7 @@ Queries, keys and values are a group without weights (``compressed_tensors_atten
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +37,7 @@ from quark.torch.export.formats.compressed_tensors_attention import (
 from quark.torch.export.formats.config_section import read_names
 from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
-from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.export.formats.third_party import ThirdPartyFormat, is_output_only
 from quark.torch.export.formats.transforms import ROTATION, InputTransform, read_transforms
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -49,7 +50,10 @@ if TYPE_CHECKING:
     from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 
+logger = logging.getLogger(__name__)
+
 MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
+DENSE = "dense"  # format of a checkpoint with all weights in float
 
 
 class CompressedTensorsFormat(ThirdPartyFormat):
@@ -70,6 +74,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     redundant_tensors = ("weight_shape",)
     supports_kv_cache = True
     supports_rotation = True
+    supports_float_weights = True
     transforms: Sequence[InputTransform] = ()
     quantized: Collection[str] = ()
 
@@ -101,12 +106,15 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         """
         from quark.torch.export.formats.transform_tensors import TransformWriter
 
-        super().check_writable(layers, float_layers)
+        in_float = [name for name, layer in layers.items() if is_output_only(layer.quant_config)]
+        super().check_writable(layers, [*float_layers, *in_float])
         self._check_cache(layers)
         self.attention = attention_group(self.name, layers, self.config)
         self.rotations = TransformWriter()
         self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():
+            if is_output_only(layer.quant_config):
+                continue
             scheme = layer_scheme(layer.quant_config)
             names = next((n for known, n in self.groups if known == scheme), None)
             if names is None:
@@ -150,11 +158,19 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                 "after rotary embedding: quantize with kv_cache_post_rope=True, or use "
                 "custom_mode='quark'."
             )
+        if caches and not self.config.kv_cache_post_rope:
+            logger.warning(
+                "The scales of the cache are those of keys before rotary embedding, and readers of "
+                "%s quantize keys after it: quantize with kv_cache_post_rope=True.",
+                self.name,
+            )
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""
         config = layer.quant_config
         fmt = format_name(config)
+        if is_output_only(config):
+            return None
         if fmt is None:
             specs = {"weight": config.weight, "input": config.input_tensors}
             return " and ".join(
@@ -230,7 +246,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
     def config_section(self) -> dict[str, Any]:
         """Return the section that compressed-tensors reads."""
-        formats = {scheme["format"] for scheme, _ in self.groups}
+        formats = {scheme["format"] for scheme, _ in self.groups} or {DENSE}
         is_only_group = len(self.groups) == 1
         groups = {
             f"group_{i}": {**scheme, "targets": ["Linear"] if is_only_group else names}

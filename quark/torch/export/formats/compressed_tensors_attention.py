@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quark.torch.export.formats.compressed_tensors_args import args_to_cache, cache_args, to_pattern
 from quark.torch.export.formats.config_section import read_names
-from quark.torch.export.formats.kv_cache import SCALE_NAMES, is_static_fp8, kv_cache_config
+from quark.torch.export.formats.kv_cache import SCALE_NAMES, kv_cache_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match, matches
 
@@ -64,8 +64,8 @@ def read_attention(groups: Sequence[dict[str, Any]], cache: Any) -> Attention:
         for name in SCALE_NAMES:
             inside.setdefault(f"{pattern}.{name}", layer)
     spec = args_to_cache(cache)
-    is_late = bool(queries) or (spec is not None and not is_static_fp8(spec))
-    return Attention(queries, inside | kv_cache_config(spec), is_late)
+    cached = inside | kv_cache_config(spec)
+    return Attention(queries, cached, post_rope=bool(cached))
 
 
 def _targets(group: dict[str, Any]) -> list[str]:
