@@ -153,8 +153,8 @@ def check_params(model: nn.Module) -> None:
         )
     if attention_routes(model):
         raise ValueError(
-            "These files cannot tell that queries or keys are quantized after rotary embedding: use "
-            "ModelExporter, or quantize without query_quant_config, with kv_cache_post_rope=False."
+            "These files cannot tell that queries or keys are quantized after rotary embedding: "
+            "use ModelExporter, or quantize without query_quant_config and kv_cache_post_rope."
         )
 
 

@@ -27,7 +27,7 @@ from quark.torch.export.formats.compressed_tensors_args import (
     to_pattern,
 )
 from quark.torch.export.formats.compressed_tensors_attention import (
-    attention_group,
+    attention_groups,
     holds_queries,
     queries_state_name,
     queries_stored_name,
@@ -96,6 +96,10 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
         return self.with_act_order(CompressedTensorsLayout(format_name(config) != INT))
 
+    def check_model(self, model: nn.Module) -> None:
+        """Remember the classes of the modules: groups of attention name them."""
+        self.classes = {name: type(module).__name__ for name, module in model.named_modules()}
+
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
     ) -> None:
@@ -106,10 +110,11 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         """
         from quark.torch.export.formats.transform_tensors import TransformWriter
 
-        in_float = [name for name, layer in layers.items() if is_output_only(layer.quant_config)]
-        super().check_writable(layers, [*float_layers, *in_float])
+        super().check_writable(layers, float_layers)
         self._check_cache(layers)
-        self.attention = attention_group(self.name, layers, self.config)
+        in_float = [name for name, layer in layers.items() if is_output_only(layer.quant_config)]
+        self.attention, ignored = attention_groups(self.name, layers, self.config, self.classes)
+        self.float_layers = [*float_layers, *in_float, *ignored]
         self.rotations = TransformWriter()
         self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():
@@ -252,8 +257,8 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             f"group_{i}": {**scheme, "targets": ["Linear"] if is_only_group else names}
             for i, (scheme, names) in enumerate(self.groups)
         }
-        if self.attention is not None:
-            groups[f"group_{len(groups)}"] = self.attention
+        for group in self.attention:
+            groups[f"group_{len(groups)}"] = group
         return {
             "config_groups": groups,
             "format": formats.pop() if len(formats) == 1 else MIXED,

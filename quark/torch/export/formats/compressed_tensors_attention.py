@@ -1,8 +1,8 @@
-"""Quantized attention in compressed-tensors: groups without weights, whose targets are its modules.
+"""Quantized attention in compressed-tensors: groups without weights, for classes of its modules.
 
-``input_activations`` of such a group are the QuantizationArgs of queries, keys and values, all after
-rotary embedding. For keys and values they replace ``kv_cache_scheme``. Static scales belong to the
-attention module: ``self_attn.q_scale``, ``self_attn.k_scale``, ``self_attn.v_scale``.
+``input_activations`` of such a group are the QuantizationArgs of queries, keys and values, all
+after rotary embedding. For keys and values they replace ``kv_cache_scheme``. Static scales belong
+to the attention module: ``self_attn.q_scale``, ``self_attn.k_scale``, ``self_attn.v_scale``.
 """
 
 from __future__ import annotations
@@ -143,52 +143,69 @@ def holds_queries(name: str, layer: QuantizationConfig, config: Config) -> bool:
     return is_held and last == QUERY and _is_query(name, config)
 
 
-def attention_group(
-    mode: str, layers: Mapping[str, QuantizedLayer], config: Config
-) -> dict[str, Any] | None:
-    """Return the group of the attention modules with quantized queries, None without them.
+def attention_groups(
+    mode: str, layers: Mapping[str, QuantizedLayer], config: Config, classes: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the groups of attention modules with quantized queries, and modules to ignore.
+
+    A group has one class of modules, which vLLM knows by its ending "Attention". Modules of the
+    class whose queries are in float are ignored.
 
     Args:
         mode: Name of the format, for errors.
         layers: The quantized layers of the model.
         config: Configuration of the model.
+        classes: Names of all modules of the model -> names of their classes.
 
     Raises:
-        ValueError: Keys or values of such a module are quantized in another way, or elsewhere.
+        ValueError: Keys or values of such a module are quantized in another way, or elsewhere; or
+            readers would not take it for attention.
     """
-    outputs = {name: layer.quant_config.output_tensors for name, layer in layers.items()}
     modules = {
-        name.rpartition(".")[0]: cache_args(spec)
-        for name, spec in outputs.items()
-        if spec is not None and name.rpartition(".")[2] == QUERY
+        name.rpartition(".")[0]: cache_args(layer.quant_config.output_tensors)
+        for name, layer in layers.items()
+        if layer.quant_config.output_tensors and name.rpartition(".")[2] == QUERY
     }
-    for module, args in modules.items():
-        for name in SCALE_NAMES:
-            spec = outputs.get(f"{module}.{name}")
-            found = None if spec is None else cache_args(spec)
-            if found != args:
-                raise ValueError(
-                    f"custom_mode={mode!r} has one scheme for queries, keys and values, but the "
-                    f"queries of {module} are {args} and {name} is {found}. Quantize them alike, "
-                    "as attention_scheme='qkv_fp8' does."
-                )
-    schemes = list(modules.values())
-    if not schemes:
-        return None
-    if any(args != schemes[0] for args in schemes):
-        raise ValueError(f"custom_mode={mode!r} has one scheme for all attention modules.")
-    if not config.kv_cache_post_rope:
+    modules = {name: args for name, args in modules.items() if name in classes}
+    for name, args in modules.items():
+        _check_module(mode, name, args, layers)
+    if modules and not config.kv_cache_post_rope:
         raise ValueError(
             f"custom_mode={mode!r} has queries, keys and values after rotary embedding: quantize "
             "with kv_cache_post_rope=True, or use custom_mode='quark'."
         )
-    return {
-        "format": None,
-        "input_activations": schemes[0],
-        "output_activations": None,
-        "targets": list(modules),
-        "weights": None,
-    }
+    groups, ignored = [], []
+    for kind in dict.fromkeys(classes[name] for name in modules):
+        if not kind.endswith("Attention"):
+            raise ValueError(
+                f"custom_mode={mode!r}: readers know attention by the name of its class, which is "
+                f"{kind!r} here. Quantize without queries, or use custom_mode='quark'."
+            )
+        members = [name for name in modules if classes[name] == kind]
+        ignored += [n for n, other in classes.items() if other == kind and n not in modules]
+        args = {"input_activations": modules[members[0]], "output_activations": None}
+        groups.append({"format": None, **args, "targets": [kind], "weights": None})
+    return groups, ignored
+
+
+def _check_module(
+    mode: str, module: str, args: dict[str, Any] | None, layers: Mapping[str, QuantizedLayer]
+) -> None:
+    """Check that the keys and values of an attention module are quantized as its queries.
+
+    Raises:
+        ValueError: They are not.
+    """
+    for name in SCALE_NAMES:
+        layer = layers.get(f"{module}.{name}")
+        spec = None if layer is None else layer.quant_config.output_tensors
+        found = None if spec is None else cache_args(spec)
+        if found != args:
+            raise ValueError(
+                f"custom_mode={mode!r} has one scheme for queries, keys and values, but the "
+                f"queries of {module} are {args} and {name} is {found}. Quantize them alike, "
+                "as attention_scheme='qkv_fp8' does."
+            )
 
 
 def queries_stored_name(key: str) -> str:

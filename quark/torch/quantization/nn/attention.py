@@ -3,8 +3,8 @@
 Attention modules of Transformers pass queries, keys and values to the function that their
 configuration names. A module gets an ``AttentionRoute`` in place of its configuration. The route
 names a function of this file, which quantizes queries and keys and calls the function that the
-model is set to. If the module has a quantizer of probabilities (``nn.probabilities``), results of softmax
-are quantized meanwhile. A cache holds unquantized keys after rotary embedding, so keys are
+model is set to. If the module has a quantizer of probabilities (``nn.probabilities``), results of
+softmax are quantized meanwhile. A cache holds unquantized keys after rotary embedding, so keys are
 quantized each time they are read. Scales are static or per token, so each time gives the same
 values.
 """

@@ -1,4 +1,4 @@
-"""Queries, keys and values that compressed-tensors quantizes: groups whose targets are attention."""
+"""Queries, keys and values that compressed-tensors quantizes: groups for attention modules."""
 
 import json
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_what_is_written(name, kind, build, quantize, export):
     section, tensors = section_of(path), load_file(path / "model.safetensors")
     weights, attention = section["config_groups"].values()
     assert weights["targets"] == ["Linear"] and weights["weights"]["num_bits"] == 4
-    assert attention["targets"] == [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert attention["targets"] == ["LlamaAttention"]  # vLLM knows it by this name
     assert attention["weights"] is attention["output_activations"] is None
     args = attention["input_activations"]
     assert (args["type"], args["num_bits"], args["strategy"]) == kind
@@ -102,7 +102,9 @@ def test_weights_in_float(build, quantize, export):
     assert torch.equal(weight, build().model.layers[0].self_attn.q_proj.weight)
 
 
-@pytest.mark.parametrize("targets", [["LlamaAttention"], [r"re:.*self_attn$"]])
+@pytest.mark.parametrize(
+    "targets", [[f"model.layers.{i}.self_attn" for i in (0, 1)], [ATTENTION[1]]]
+)
 @pytest.mark.parametrize("top", ["dense", "pack-quantized", "mixed-precision"])
 def test_other_targets(targets, top, build, quantize, export):
     """As llm-compressor writes them, without a format of their own."""
@@ -124,11 +126,7 @@ def test_ignored_attention(build, quantize, export):
     path = export(model, custom_mode=CT)
     name = "model.layers.1.self_attn"
 
-    def change(section):
-        section["config_groups"]["group_1"]["targets"] = ["LlamaAttention"]
-        section["ignore"].append(name)
-
-    rewritten(path, change)
+    rewritten(path, lambda section: section["ignore"].append(name))
     tensors = load_file(path / "model.safetensors")
     del tensors[f"{name}.q_scale"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
@@ -140,6 +138,7 @@ def test_ignored_attention(build, quantize, export):
     queries = model.get_submodule(name).q_proj
     queries.output_quantizer.enabled = False
     assert torch.equal(logits_of(back), logits_of(model))
+    assert section_of(export(back, custom_mode=CT))["ignore"] == ["lm_head", name]
 
 
 def test_a_full_name_comes_before_a_class():
@@ -166,7 +165,7 @@ def test_scales_that_are_missing(build, quantize, export):
 
 def test_targets_that_the_model_does_not_have(build, quantize, export):
     path = export(quantize(build(), attended()), custom_mode=CT)
-    targets = ["model.layers.7.self_attn"]
+    targets = ["model.layers.0.self_attn", "model.layers.7.self_attn"]
     rewritten(path, lambda section: section["config_groups"]["group_1"].update(targets=targets))
     with pytest.raises(ValueError, match=r"no layer of the model matches .*layers\.7\.self_attn"):
         read(path, build)
