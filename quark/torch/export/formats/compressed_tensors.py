@@ -113,8 +113,8 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         super().check_writable(layers, float_layers)
         self._check_cache(layers)
         in_float = [name for name, layer in layers.items() if is_output_only(layer.quant_config)]
-        self.attention, ignored = attention_groups(self.name, layers, self.config, self.classes)
-        self.float_layers = [*float_layers, *in_float, *ignored]
+        self.float_layers = [*float_layers, *in_float]
+        self.attention = attention_groups(self.name, layers, self.config, self.classes)
         self.rotations = TransformWriter()
         self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():

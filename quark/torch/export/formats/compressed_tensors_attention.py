@@ -145,11 +145,10 @@ def holds_queries(name: str, layer: QuantizationConfig, config: Config) -> bool:
 
 def attention_groups(
     mode: str, layers: Mapping[str, QuantizedLayer], config: Config, classes: Mapping[str, str]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the groups of attention modules with quantized queries, and modules to ignore.
+) -> list[dict[str, Any]]:
+    """Return the groups of attention modules with quantized queries.
 
-    A group has one class of modules, which vLLM knows by its ending "Attention". Modules of the
-    class whose queries are in float are ignored.
+    A group has one class of modules, which vLLM knows by its ending "Attention".
 
     Args:
         mode: Name of the format, for errors.
@@ -158,8 +157,8 @@ def attention_groups(
         classes: Names of all modules of the model -> names of their classes.
 
     Raises:
-        ValueError: Keys or values of such a module are quantized in another way, or elsewhere; or
-            readers would not take it for attention.
+        ValueError: Keys or values of such a module are quantized in another way, or elsewhere;
+            other modules have queries in float; or readers would not take it for attention.
     """
     modules = {
         name.rpartition(".")[0]: cache_args(layer.quant_config.output_tensors)
@@ -174,7 +173,7 @@ def attention_groups(
             f"custom_mode={mode!r} has queries, keys and values after rotary embedding: quantize "
             "with kv_cache_post_rope=True, or use custom_mode='quark'."
         )
-    groups, ignored = [], []
+    groups = []
     for kind in dict.fromkeys(classes[name] for name in modules):
         if not kind.endswith("Attention"):
             raise ValueError(
@@ -182,10 +181,16 @@ def attention_groups(
                 f"{kind!r} here. Quantize without queries, or use custom_mode='quark'."
             )
         members = [name for name in modules if classes[name] == kind]
-        ignored += [n for n, other in classes.items() if other == kind and n not in modules]
+        for name, other in classes.items():
+            if other == kind and name not in modules:
+                raise ValueError(
+                    f"custom_mode={mode!r}: compressed-tensors quantizes the queries of all "
+                    f"attention modules or of none, and those of {name} are in float. Quantize "
+                    "them too, or use custom_mode='quark'."
+                )
         args = {"input_activations": modules[members[0]], "output_activations": None}
         groups.append({"format": None, **args, "targets": [kind], "weights": None})
-    return groups, ignored
+    return groups
 
 
 def _check_module(
