@@ -116,15 +116,7 @@ class AttentionRoute:
             ValueError: Probabilities are quantized, and the model is not set to the default
                 function of its architecture, or that calls softmax several times or never.
         """
-        if self.rotates:
-            query, key = rotate_by_hadamard(query), rotate_by_hadamard(key)
-        if self.queries is not None:
-            query = quantized_heads(module.get_submodule(self.queries), query)
-        if self.projection is not None:
-            layer = module.get_submodule(self.projection)
-            if layer.output_width > key.shape[1] * key.shape[3]:
-                value = quantized_heads(layer, value)
-            key = quantized_heads(layer, key)
+        query, key, value = self._quantized(module, query, key, value)
         name = self.config._attn_implementation
         function = _function(type(module), name)
         quantizer = module._modules.get(PROBABILITIES)
@@ -152,6 +144,21 @@ class AttentionRoute:
                 f"{softmax.calls} times, expected once. Leave it out."
             )
         return result
+
+    def _quantized(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what attention takes: rotated and quantized, as far as that happens here."""
+        if self.rotates:
+            query, key = rotate_by_hadamard(query), rotate_by_hadamard(key)
+        if self.queries is not None:
+            query = quantized_heads(module.get_submodule(self.queries), query)
+        if self.projection is not None:
+            layer = module.get_submodule(self.projection)
+            if layer.output_width > key.shape[1] * key.shape[3]:
+                value = quantized_heads(layer, value)
+            key = quantized_heads(layer, key)
+        return query, key, value
 
 
 def _attend(module: Any, *args: Any, **kwargs: Any) -> Any:
