@@ -48,11 +48,13 @@ class Attention:
         scheme: Name of the scheme, one of ``ATTENTION_SCHEMES``.
         patterns: Name patterns of the query projections.
         cache_patterns: Name patterns of the key and value projections.
+        min_scale: Lower bound of the scales of the cache.
     """
 
     scheme: str
     patterns: list[str]
     cache_patterns: list[str]
+    min_scale: float = 0.0
 
 
 def build_config(
@@ -124,7 +126,7 @@ def cache_beside(attention: Attention, cache: KVCache | None) -> KVCache | None:
     if not quantizes_cache(attention.scheme):
         return cache
     own = ATTENTION_SCHEMES[attention.scheme]
-    cache = cache or KVCache(own, attention.cache_patterns)
+    cache = cache or KVCache(own, attention.cache_patterns, attention.min_scale)
     if cache.scheme != own:
         raise ValueError(
             f"attention_scheme: {attention.scheme!r} quantizes keys and values by {own!r}, but the "

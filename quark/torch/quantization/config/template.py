@@ -142,7 +142,8 @@ class LLMTemplate:
         if kv_cache_scheme is not None:
             cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
         if attention_scheme is not None:
-            attention = Attention(attention_scheme, self.query_patterns, self.kv_layers_name)
+            patterns = self.query_patterns, self.kv_layers_name
+            attention = Attention(attention_scheme, *patterns, min_kv_scale)
         layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
         return build_config(
             self._scheme(scheme),
