@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import interop_autogptq
 from interop_workers import modelopt_model
 
 Written = list[tuple[str, Path]]
@@ -196,6 +197,11 @@ def autoawq(source: Path, folder: Path) -> Written:
     return written
 
 
+def autogptq(source: Path, folder: Path) -> Written:
+    """Write by AutoGPTQ."""
+    return interop_autogptq.write(source, folder, calibration(folder))
+
+
 def modelopt(source: Path, folder: Path) -> Written:
     """Write by ModelOpt for serving, and beside that what it computes itself.
 
@@ -244,6 +250,7 @@ WRITERS: dict[str, Callable[[Path, Path], Written]] = {
     "amd-quark-0.9": early_amd_quark,
     "amd-quark-0.10": early_amd_quark,
     "autoawq": autoawq,
+    "autogptq": autogptq,
     "gptqmodel": gptqmodel,
     "llama.cpp": llama_cpp,
     "llm-compressor": llm_compressor,

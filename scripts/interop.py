@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from interop_alignment import Alignment, align
 from interop_clients import CLIENTS, environment, install, installed, say, version_of
-from interop_rows import CACHE, UNNAMED, Row, rows
+from interop_rows import ATTENTION, CACHE, UNNAMED, Row, rows
 from interop_workers import of_model
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
@@ -90,15 +90,17 @@ class Material:
         model = copy.deepcopy(self.model)
         if name == "float":
             return model
-        scheme, cache, _ = name.partition(CACHE)
+        scheme, attention, _ = name.partition(ATTENTION)
+        scheme, cache, _ = scheme.partition(CACHE)
         config = LLMTemplate.get("llama").get_config(
             scheme="bfloat16" if scheme in UNNAMED else scheme,
             kv_cache_scheme="fp8" if cache else None,
+            attention_scheme="qkv_fp8" if attention else None,
             shared_scale_groups=SERVED_AS_ONE,
         )
         if scheme in UNNAMED:
             config = replace(config, global_quant_config=UNNAMED[scheme])
-        config = replace(config, kv_cache_post_rope=bool(cache))  # where vLLM has its cache
+        config = replace(config, kv_cache_post_rope=bool(cache or attention))  # as vLLM has it
         if half_scales:
             weight = replace(config.global_quant_config.weight, scale_type="float16")
             layer = replace(config.global_quant_config, weight=weight)
@@ -135,7 +137,11 @@ def compute(
     """Return the results of a client for the checkpoints of rows, or the reason of its failure."""
     tasks, results = material.folder / "tasks.json", material.folder / "results.json"
     checkpoints = [
-        (str(material.paths[r.layout, r.scheme]), CACHE in r.scheme, str(material.layers(r)))
+        (
+            str(material.paths[r.layout, r.scheme]),
+            CACHE in r.scheme or ATTENTION in r.scheme,
+            str(material.layers(r)),
+        )
         for r in asked
     ]
     given = {"client": client, "prompts": material.prompts, "checkpoints": checkpoints}

@@ -19,6 +19,7 @@ EARLY = ("scipy", "pandas", "evaluate", "onnx", "onnxruntime", "rich", "joblib",
 DISTRIBUTIONS = {  # by client, where they have another name
     "amd-quark-0.9": "amd-quark",
     "amd-quark-0.10": "amd-quark",
+    "autogptq": "auto-gptq",
     "llama.cpp": "llama-cpp-python",
     "lm-eval": "lm_eval",
     "llm-compressor": "llmcompressor",
@@ -84,6 +85,14 @@ CLIENTS = {
             ("install", "torch", "transformers==4.51.3", "accelerate", "datasets", "zstandard"),
             ("install", "--no-deps", "autoawq==0.2.9"),
         )
+    ),
+    "autogptq": Client(  # without kernels for CUDA; its code asks for a peft of its time
+        (
+            ("install", "torch", "transformers==4.51.3", "accelerate", "datasets", "setuptools"),
+            ("install", "sentencepiece", "rouge", "gekko", "safetensors", "wheel"),
+            ("install", "--no-deps", "--no-build-isolation", "auto-gptq==0.7.1", "peft==0.10.0"),
+        ),
+        {"BUILD_CUDA_EXT": "0", "DISABLE_QIGEN": "1"},
     ),
     "modelopt": Client(
         (

@@ -54,7 +54,7 @@ ALIGNED_CACHE = ALIGNED_TIES._replace(may_refuse=True)  # fp8 caches of vLLM tak
 LACKS = Expected(perplexity=2, may_refuse=True)  # in bfloat16, or not at all
 OTHER_INPUTS = Expected(perplexity=3)  # vLLM rounds inputs that the checkpoint leaves in float
 
-CACHE = " + fp8 cache"
+CACHE, ATTENTION = " + fp8 cache", " + fp8 attention"
 CT = "compressed-tensors"
 AS_IT_IS = "vllm as it is"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
@@ -124,6 +124,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
         ("int4_wo_per_channel", "ptpc_fp8", "int5_wo_128", "int6_wo_128", "int7_wo_128"),
     ),
     (CT, CT, CLOSE, ("w_int4_per_group_a_int8_per_token_dynamic",)),
+    (CT, CT, SAME, ("int4_wo_128" + ATTENTION, "fp8" + ATTENTION, "int8_wo" + CACHE)),
     (CT, CT, LACKS, ("mxfp6_e2m3", "mxfp8", "w_mxfp8")),
     (CT, CT, CLOSE, ("ptpc_int8",)),  # the largest value of a token is a tie
     (CT, CT, LACKS, ("uint4_wo_128", "mxfp4_weight_only", "nvfp4_weight_only", "nvfp4")),
@@ -184,6 +185,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     (AS_IT_IS, "gptq", LACKS, (SIGNED, "int4_wo_128")),
     (AS_IT_IS, CT, LACKS, (SIGNED, "int8", "ptpc_fp8", "fp8", "int4_wo_128", "uint4_wo_128")),
     (AS_IT_IS, "fp8", LACKS, ("fp8",)),
+    ("vllm", CT, LACKS, ("int4_wo_128" + ATTENTION,)),  # it rounds queries on some GPUs alone
     ("onnxruntime", "onnx", EXACT, (*ONNX, "mxfp4_weight_only", "nvfp4_weight_only")),
     ("onnxruntime", "MatMulNBits", EXACT, (SIGNED, "int4_wo_32", "uint4_wo_128", "int8_wo_128")),
     ("onnxruntime", "onnx", TIES, ("int8", W8A8, "fp8", "ptpc_fp8")),

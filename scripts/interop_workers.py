@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import interop_autogptq
 import numpy as np
 
 LogProbabilities = list[list[float]]
@@ -335,6 +336,7 @@ CLIENTS: dict[str, Callable[[], Compute]] = {
     "transformers": transformers,
     "onnxruntime": onnxruntime,
     "autoawq": autoawq,
+    "autogptq": lambda: interop_autogptq.compute,
     "modelopt": modelopt,
     "compressed-tensors": transformers,
     "gptqmodel": transformers,

@@ -22,6 +22,7 @@ ORACLES: dict[str, str] = {
     "ml_dtypes": "quark.conformance.oracles.ml_dtypes:compare_all",
     "gfloat": "quark.conformance.oracles.gfloat:compare_all",
     "onnx": "quark.conformance.oracles.onnx:compare_all",
+    "onnxruntime": "quark.conformance.oracles.onnxruntime:compare_all",
     "gguf": "quark.conformance.oracles.gguf:compare_all",
     "compressed-tensors": "quark.conformance.oracles.compressed_tensors:compare_all",
     "torchao": "quark.conformance.oracles.torchao:compare_all",

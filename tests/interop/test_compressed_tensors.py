@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quark.torch import ModelImporter
+from quark.torch import LLMTemplate, ModelImporter
 from quark.torch.quantization.config.algo import (
     GPTQConfig,
     OnlineRotationConfig,
     RotationConfig,
     SparseGPTConfig,
 )
+from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from tests.configurations import config, groups, preset
@@ -184,3 +185,48 @@ def test_caches_per_head(build, quantize, export, name):
         result = expected(ids, past_key_values=cache, use_cache=True).logits
         assert (plain(ids).logits - result).abs().max() > 1e-3
     torch.testing.assert_close(found, result, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["int4_wo_32", "int8", "fp8", None])
+@pytest.mark.parametrize(
+    "name",
+    ["qkv_fp8", "qkv_fp8_per_head", "qkv_int8_per_head", "qkv_int4_per_head", "qkv_fp4_per_head"],
+)
+@pytest.mark.sampled(3, covers=True)
+def test_attention(build, quantize, export, load, logits, tmp_path, name, weights):  # noqa: F811
+    """It quantizes queries, keys and values as we do, and what it writes is read here."""
+    layer = QuantizationConfig() if weights is None else preset(weights).global_quant_config
+    config = LLMTemplate.get("llama").get_config("int8_wo", attention_scheme=name)
+    config = replace(config, global_quant_config=layer, layer_quant_config={})
+    model = quantize(build(), replace(config, exclude=["lm_head"], float_parts=[]))
+    theirs = load(export(model, custom_mode=CT))
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = ModelImporter(tmp_path / "theirs", "safetensors").import_model_info(build(device="meta"))
+    assert logits(back).equal(logits(model))
+    assert theirs.config._attn_implementation == "ct_hooked_attention"
+    plain = build() if weights is None else quantize(build(), preset(weights))
+    assert (logits(plain) - logits(theirs)).abs().max() > 1e-3
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8_per_tensor_static"])
+def test_caches_with_one_scale(build, quantize, export, load, logits, name):  # noqa: F811
+    cached = with_kv_cache(preset("int4_wo_32"), ["*k_proj", "*v_proj"], name, post_rope=True)
+    model = quantize(build(), cached)
+    theirs = load(export(model, custom_mode=CT))
+    assert (logits(quantize(build(), preset("int4_wo_32"))) - logits(theirs)).abs().max() > 1e-3
+    torch.testing.assert_close(logits(theirs), logits(model), rtol=0, atol=1e-4)
+
+
+def test_a_cache_is_read_as_compressed_tensors_computes_it(
+    build,
+    quantize,
+    export,
+    load,  # noqa: F811
+    logits,
+):
+    """Keys are quantized after rotary embedding there, whatever their scales were made of."""
+    cached = with_kv_cache(preset("int4_wo_32"), ["*k_proj", "*v_proj"], "fp8")
+    path = export(quantize(build(), cached), custom_mode=CT)
+    back = ModelImporter(path, "safetensors").import_model_info(build())
+    torch.testing.assert_close(logits(back), logits(load(path)), rtol=0, atol=1e-4)

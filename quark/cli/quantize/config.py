@@ -103,7 +103,11 @@ def layer_configs(config: Config) -> Iterator[QuantizationConfig]:
     from quark.torch.quantization.config.attention import softmax_layers
 
     yield config.global_quant_config
-    for by_name in (config.layer_quant_config, config.kv_cache_quant_config):
+    for by_name in (
+        config.layer_quant_config,
+        config.kv_cache_quant_config,
+        config.query_quant_config,
+    ):
         yield from by_name.values()
     yield from config.layer_type_quant_config.values()
     yield from softmax_layers(config)
@@ -180,7 +184,12 @@ def _foreign_settings(data: dict[str, Any]) -> str | None:
 
 
 def _build_from_schemes(request: Request, model_type: str) -> Config:
-    from quark.torch.quantization.config.builder import Attention, KVCache, build_config
+    from quark.torch.quantization.config.builder import (
+        Attention,
+        KVCache,
+        build_config,
+        cache_beside,
+    )
     from quark.torch.quantization.config.presets import KV_CACHE_SCHEMES
     from quark.torch.quantization.config.template import LLMTemplate
 
@@ -200,7 +209,12 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
         names = template.kv_layers_name
         cache = KVCache(request.kv_cache_dtype, names, floor, request.kv_cache_post_rope)
     if request.attention_scheme is not None:
-        attention = Attention(request.attention_scheme, template.query_patterns)
+        patterns = template.query_patterns, template.kv_layers_name
+        attention = Attention(request.attention_scheme, *patterns)
+        try:
+            cache = cache_beside(attention, cache)
+        except ValueError as error:
+            raise wrong("--kv_cache_dtype", str(error)) from None
     try:
         return build_config(
             _set_scales(whole, request),

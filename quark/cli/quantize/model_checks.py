@@ -42,7 +42,8 @@ def check_outputs(model: nn.Module, config: Config) -> None:
     spec = config.softmax_quant_spec
     layers = config.layer_quant_config.items()
     patterns = [p for p, layer in layers if layer.output_tensors == spec and p not in patterns]
-    if spec is not None and patterns and not any(matches(name, patterns) for name in names):
+    patterns = list(config.query_quant_config) if spec is None else patterns
+    if patterns and not any(matches(name, patterns) for name in names):
         raise console.wrong(
             "--attention_scheme",
             f"{type(model).__name__} has no layers that match {' or '.join(patterns)}, which "

@@ -85,11 +85,20 @@ class SchemeFlags:
         bool, _scheme(help="Quantize cached keys after the rotary embedding, not before.")
     ] = False
     attention_scheme: Annotated[
-        Literal["fp8"] | None,
+        Literal[
+            "fp8",
+            "qkv_fp8",
+            "qkv_fp8_per_head",
+            "qkv_int8_per_head",
+            "qkv_int4_per_head",
+            "qkv_fp4_per_head",
+        ]
+        | None,
         _scheme(
             metavar="NAME",
-            help="Scheme of queries and of the probabilities of attention: fp8. Default: they stay "
-            "in float. Alias: --attention_dtype.",
+            help="Scheme of attention: fp8 (queries and probabilities), or qkv_fp8 and so on "
+            "(queries, keys and values after rotary embedding). Default: float. "
+            "Alias: --attention_dtype.",
         ),
     ] = None
     layer_quant_scheme: Annotated[

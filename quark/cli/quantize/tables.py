@@ -145,6 +145,8 @@ def scheme_rows(request: Request, config: Config) -> dict[str, str]:
     rows |= {"  weights": main.weight, "  inputs": main.input, "  outputs": main.output}
     cache = next(iter(config.kv_cache_quant_config.values()), None)
     rows["  cache"] = "" if cache is None else describe(cache.output_tensors)
+    queries = next(iter(config.query_quant_config.values()), None)
+    rows["  queries"] = "" if queries is None else describe(queries.output_tensors)
     if config.softmax_quant_spec is not None:
         rows["  attention"] = describe(config.softmax_quant_spec)
     for pattern, scheme in request.layer_schemes:

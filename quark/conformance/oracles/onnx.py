@@ -10,6 +10,7 @@ import torch
 
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.definitions import nearest
+from quark.conformance.oracles.integer_products import PRODUCTS
 from quark.torch.numerics.formats import Dtype
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.qdq import dequantize, dynamic_qparams, quantize
@@ -58,9 +59,11 @@ def _collect() -> list[Any]:
     from onnx.backend.test.case import node
     from onnx.backend.test.case.node import (  # noqa: F401  # importing a module collects its tests
         cast,
+        convinteger,
         dequantizelinear,
         dynamicquantizelinear,
         matmulinteger,
+        qlinearconv,
         qlinearmatmul,
         quantizelinear,
     )
@@ -159,29 +162,14 @@ def _cast(arrays: Arrays, output: Any, attributes: dict[str, Any]) -> Results | 
     return name, ours, nearest(x, fmt)
 
 
-def _integer_product(arrays: Arrays, output: Any, attributes: dict[str, Any]) -> Results | None:
-    a, b, *zeros = arrays
-    one = torch.ones(())
-    factors = []
-    for array, zero in zip((a, b), zeros, strict=True):
-        name = str(_format(array))
-        scheme = Scheme(Dtype[name].value, symmetric=False)
-        at = torch.from_numpy(zero.astype(np.int32)).reshape(())
-        factors.append(dequantize(_codes(array, name), one, at, scheme))
-    return "uint8", factors[0] @ factors[1]
+def _product(operator: str) -> Callable[[Arrays, Any, dict[str, Any]], Results | None]:
+    """Return the function of an operator that multiplies codes."""
 
+    def compute(arrays: Arrays, output: Any, attributes: dict[str, Any]) -> Results | None:
+        name = "uint8" if operator.endswith("Integer") else str(_format(output))
+        return name, PRODUCTS[operator](arrays, attributes)
 
-def _quantized_product(arrays: Arrays, output: Any, attributes: dict[str, Any]) -> Results | None:
-    a, a_scale, a_zero, b, b_scale, b_zero, scale, zero = arrays
-    name = str(_format(output))
-    scheme = Scheme(Dtype[name].value, symmetric=False)
-    parts = []
-    for codes, by, at in ((a, a_scale, a_zero), (b, b_scale, b_zero)):
-        zeros = torch.from_numpy(at.astype(np.int32)).reshape(())
-        parts.append(dequantize(_codes(codes, name), _tensor(by).reshape(()), zeros, scheme))
-    zeros = torch.from_numpy(zero.astype(np.int32)).reshape(())
-    product = parts[0] @ parts[1]
-    return name, quantize(product, _tensor(scale).reshape(()), zeros, scheme).float()
+    return compute
 
 
 OPERATORS: dict[str, Callable[[Arrays, Any, dict[str, Any]], Results | None]] = {
@@ -189,6 +177,5 @@ OPERATORS: dict[str, Callable[[Arrays, Any, dict[str, Any]], Results | None]] = 
     "DequantizeLinear": _dequantize,
     "DynamicQuantizeLinear": _dynamic,
     "Cast": _cast,
-    "MatMulInteger": _integer_product,
-    "QLinearMatMul": _quantized_product,
+    **{name: _product(name) for name in PRODUCTS},
 }

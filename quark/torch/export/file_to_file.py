@@ -78,13 +78,20 @@ def check_file_to_file(config: Config) -> None:
 def needs_model(config: Config) -> str:
     """Return why a configuration needs a model in memory, "" if weights alone decide."""
     layers = [config.global_quant_config, *config.layer_type_quant_config.values()]
-    layers += [*config.layer_quant_config.values(), *config.kv_cache_quant_config.values()]
+    for by_name in (
+        config.layer_quant_config,
+        config.kv_cache_quant_config,
+        config.query_quant_config,
+    ):
+        layers += by_name.values()
     if config.algo_config:
         return f"{config.algo_config[0].name} runs the model"
     if needs_data(layers):
         return "static activation scales are calibrated on data"
     if config.softmax_quant_spec is not None:
         return "softmax_quant_spec changes how the model runs"
+    if config.query_quant_config:
+        return "query_quant_config changes how the model runs"
     if config.kv_cache_post_rope and config.kv_cache_quant_config:
         return "kv_cache_post_rope changes how the model runs"
     return ""

@@ -36,7 +36,7 @@ from quark.torch.quantization.config.name_lookup import member
 from quark.torch.quantization.config.tensor_names import LOW_RANK, PRESCALE, SHORT_NAMES
 from quark.torch.quantization.config.type import QuantizationMode
 from quark.torch.quantization.config.value_types import check_types
-from quark.torch.quantization.nn.attention import key_routes
+from quark.torch.quantization.nn.attention import attention_routes
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
@@ -151,10 +151,10 @@ def check_params(model: nn.Module) -> None:
             "These files cannot tell that probabilities of attention are quantized: use "
             "ModelExporter, or quantize without softmax_quant_spec."
         )
-    if key_routes(model):
+    if attention_routes(model):
         raise ValueError(
-            "These files cannot tell that keys are quantized after rotary embedding: use "
-            "ModelExporter, or quantize with kv_cache_post_rope=False."
+            "These files cannot tell that queries or keys are quantized after rotary embedding: "
+            "use ModelExporter, or quantize without query_quant_config and kv_cache_post_rope."
         )
 
 

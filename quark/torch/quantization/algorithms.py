@@ -225,6 +225,11 @@ def _range_problem(config: Config, algorithms: list[tuple[Algorithm, AlgoConfig]
             "softmax_quant_spec: statistics do not have the static range of probabilities. Pass a "
             "dataloader too, or set is_dynamic=True."
         )
+    if needs_data(config.query_quant_config.values()):
+        return (
+            "query_quant_config: statistics do not have the static ranges of queries after rotary "
+            "embedding. Pass a dataloader too, or set is_dynamic=True."
+        )
     if config.kv_cache_post_rope and needs_data(config.kv_cache_quant_config.values()):
         return (
             "kv_cache_post_rope: statistics only have the static ranges of keys before rotary "

@@ -150,7 +150,10 @@ def _searches(model: nn.Module) -> list[tuple[str, _Search]]:
         if not isinstance(route, AttentionRoute) or id(route) not in routes:
             continue
         keys = module.get_submodule(str(route.projection))
-        values = [m for m in module.children() if m is not keys and _is_searched(m)]
+        others = [
+            m for n, m in module.named_children() if n not in (route.projection, route.queries)
+        ]
+        values = [m for m in others if _is_searched(m)]
         layers = keys if _is_searched(keys) else None, values[0] if len(values) == 1 else None
         if any(layer is not None for layer in layers):
             searches.append((name, _Search(route, layers)))

@@ -32,7 +32,8 @@ from quark.torch.quantization.config.resolution import (
     resolve_names,
     shares_inputs,
 )
-from quark.torch.quantization.nn.attention import key_projections, prove_keys
+from quark.torch.quantization.nn.attention import attention_projections
+from quark.torch.quantization.nn.attention_trial import prove_projections
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
 from quark.torch.quantization.nn.probabilities import (
     find_idle,
@@ -83,7 +84,7 @@ def check(
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         check_parameters(model)
         is_static = needs_data([*layers.values(), *softmax_layers(config)])
-        routes = key_projections(layers, config) or config.softmax_quant_spec
+        routes = attention_projections(layers, config) or config.softmax_quant_spec
         runs = bool(algorithms or is_static or shares or routes)
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
         required = [*layers.values(), *softmax_layers(config)]
@@ -95,16 +96,16 @@ def check(
             if (algorithms or is_static) and has_towers(model):
                 config, layers = leave_unreached_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
-        keys = key_projections(layers, config)
+        projections = attention_projections(layers, config)
         config = with_shared_inputs(config, model, data) if shares else config
         probabilities = probability_modules(model, layers, config)
-        if keys:
-            prove_keys(model, keys, _trial_run(model, data))
+        if projections:
+            prove_projections(model, projections, _trial_run(model, data))
         if probabilities:
             _prove_probabilities(model, probabilities, config, _trial_run(model, data))
     batches = () if data is None else Chunks(data)
     has_data = data is not None
-    parts = layers, keys, probabilities, algorithms
+    parts = layers, projections, probabilities, algorithms
     return Plan(config, *parts, batches, has_data, statistics, digest)
 
 
@@ -183,10 +184,10 @@ def temporarily_quantized(model: nn.Module, config: Config) -> Iterator[None]:
     with temporarily_split_experts(model):
         config = resolve_names(config, model)
         layers = select_layers(model, config, warns=False)
-        keys = key_projections(layers, config)
+        projections = attention_projections(layers, config)
         probabilities = probability_modules(model, layers, config)
     with restored(model):
-        prepare(model, Plan(config, layers, keys, probabilities, (), (), False, None))
+        prepare(model, Plan(config, layers, projections, probabilities, (), (), False, None))
         for _, layer in quantized_layers(model):
             layer.frozen = True
         model.quant_config = config  # type: ignore[assignment]

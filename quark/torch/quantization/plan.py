@@ -12,7 +12,7 @@ from quark.torch.pipeline.context import Algorithm
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
-from quark.torch.quantization.nn.attention import route_keys
+from quark.torch.quantization.nn.attention import Projections, route_projections
 from quark.torch.quantization.nn.experts import corresponding_experts, split_experts, stack_experts
 from quark.torch.quantization.nn.probabilities import quantize_probabilities
 from quark.torch.quantization.preparation import replace_layers
@@ -25,8 +25,8 @@ class Plan:
     Attributes:
         config: Configuration with the names of the modules of the model.
         layers: Configuration of each layer that will be quantized, by its name.
-        keys: Attention modules whose keys are quantized after rotary embedding; see
-            ``nn.attention.key_projections``.
+        projections: Attention modules whose queries or keys are quantized after rotary embedding;
+            see ``nn.attention.attention_projections``.
         probabilities: Attention modules whose probabilities are quantized; see
             ``nn.probabilities.probability_modules``.
         algorithms: Each algorithm with its options, in order.
@@ -38,7 +38,7 @@ class Plan:
 
     config: Config
     layers: Mapping[str, QuantizationConfig]
-    keys: Mapping[str, str]
+    projections: Mapping[str, Projections]
     probabilities: Sequence[str]
     algorithms: Sequence[tuple[Algorithm, AlgoConfig]]
     batches: Iterable[Any]
@@ -68,8 +68,8 @@ def _replace_layers(model: nn.Module, plan: Plan) -> None:
     replace_layers(model, plan.layers)
 
 
-def _route_keys(model: nn.Module, plan: Plan) -> None:
-    route_keys(model, plan.keys)
+def _route_projections(model: nn.Module, plan: Plan) -> None:
+    route_projections(model, plan.projections)
 
 
 def _quantize_probabilities(model: nn.Module, plan: Plan) -> None:
@@ -86,4 +86,4 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
 
 
 # Applied in this order.
-PREPARATIONS = (_split_experts, _replace_layers, _route_keys, _quantize_probabilities)
+PREPARATIONS = (_split_experts, _replace_layers, _route_projections, _quantize_probabilities)

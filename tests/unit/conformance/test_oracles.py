@@ -9,14 +9,21 @@ import torch
 
 from quark.conformance import definitions, results
 from quark.conformance.comparison import Comparison, compare
-from quark.conformance.oracles import transformer_engine
+from quark.conformance.oracles import integer_products, transformer_engine
 from quark.conformance.oracles.definitions import compare_all
 from quark.conformance.registry import ORACLES, is_installed, run
 from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Dtype
 
 EVERY = 331  # one 16-bit value of so many
-IN_DEV = {"definitions", "torch", "ml_dtypes", "onnx", "gguf"}  # what the tests are installed with
+IN_DEV = {
+    "definitions",
+    "torch",
+    "ml_dtypes",
+    "onnx",
+    "onnxruntime",
+    "gguf",
+}  # what the tests are installed with
 
 
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning:onnx")
@@ -108,6 +115,23 @@ def test_a_wrong_rounding_is_a_difference(monkeypatch, oracle):
     differing = [c for c in run(oracle, EVERY) if c.differences]
     assert differing and {c.format for c in differing} == {"fp4"}
     assert all(c.deviations == 0 for c in differing)
+
+
+def test_a_wrong_zero_point_is_a_difference(monkeypatch):
+    """Values of a convolution and of a product of matrices, off by a step of the output."""
+    for name in ("onnx", "onnxruntime"):
+        if not is_installed(name):
+            pytest.skip(f"{name} is not installed")
+    right = integer_products.codes_of
+
+    def wrong(values, scale, zero):
+        return right(values, scale, zero) + 1
+
+    monkeypatch.setattr(integer_products, "codes_of", wrong)
+    for name in ("onnx", "onnxruntime"):
+        differing = {c.operation.lower().split(",")[0] for c in run(name, EVERY) if c.differences}
+        assert any(n.startswith("qlinearconv") for n in differing), name
+        assert all(n.startswith("qlinear") for n in differing), name
 
 
 def test_transformer_engine_is_read_without_its_libraries(monkeypatch, tmp_path):

@@ -50,7 +50,7 @@ def traces(model):
 def test_checks_and_discovery_leave_the_model(model, config, unchanged):
     with unchanged(model):
         plan = check(model, config, [tokens()], None)
-        assert plan.layers and plan.keys and plan.algorithms
+        assert plan.layers and plan.projections and plan.algorithms
         structure = discover_structure(model, plan)
     assert any(".experts.0." in name for name in plan.layers)
     assert any(".experts.0." in e.parameter for g in structure.groups for e in g.edits)

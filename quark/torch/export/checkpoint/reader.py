@@ -28,9 +28,9 @@ from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.tensor_names import PARAMETERS, SHORT_NAMES
 from quark.torch.quantization.nn.attention import (
     PROBABILITIES,
+    attention_projections,
     check_routes,
-    key_projections,
-    route_keys,
+    route_projections,
 )
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import QuantizedLayer
@@ -76,7 +76,7 @@ def quantized_layers(model: nn.Module, config: Config) -> dict[str, Quantization
             f"The quantization_config matches none of the {len(operators)} layers of "
             f"{type(model).__name__}: is this the architecture that was exported?"
         )
-    check_routes(model, key_projections(layers, config))
+    check_routes(model, attention_projections(layers, config))
     probability_modules(model, layers, config)
     return layers
 
@@ -90,7 +90,8 @@ def prepare_layers(
         module = model.get_submodule(name)
         if is_operator(type(module)):
             _prepare_layer(module, name, layer, fmt)
-    route_keys(model, key_projections(layers, fmt.config), rotates_keys(fmt.config))
+    projections = attention_projections(layers, fmt.config)
+    route_projections(model, projections, rotates_keys(fmt.config))
     quantize_probabilities(model, probabilities, fmt.config.softmax_quant_spec)
     for name, quantizer in probability_quantizers(model):
         device = next(model.get_submodule(name).parameters()).device

@@ -5,10 +5,12 @@ Each group of layers has a format. ``pack-quantized``: ``weight_packed`` int32, 
 ``mxfp8-quantized``: ``weight`` int8 or float8. ``mxfp4-pack-quantized``, ``mxfp6-pack-quantized``
 and ``nvfp4-pack-quantized``: ``weight_packed`` uint8. The tensor scale of NVFP4 is stored as its
 reciprocal, ``weight_global_scale``. Rotations of inputs are ``transform_config`` (``transforms``).
+Queries, keys and values are a group without weights (``compressed_tensors_attention``).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -18,20 +20,24 @@ from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.compressed_tensors_args import (
     INT,
     PACKED,
-    args_to_cache,
     args_to_spec,
     cache_args,
     format_name,
     layer_scheme,
     to_pattern,
 )
-from quark.torch.export.formats.config_section import read_names
-from quark.torch.export.formats.kv_cache import (
-    has_static_heads,
-    kv_cache_config,
+from quark.torch.export.formats.compressed_tensors_attention import (
+    attention_groups,
+    holds_queries,
+    queries_state_name,
+    queries_stored_name,
+    read_attention,
+    without_ignored,
 )
+from quark.torch.export.formats.config_section import read_names
+from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
-from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.export.formats.third_party import ThirdPartyFormat, is_output_only
 from quark.torch.export.formats.transforms import ROTATION, InputTransform, read_transforms
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
@@ -44,7 +50,10 @@ if TYPE_CHECKING:
     from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
 
+logger = logging.getLogger(__name__)
+
 MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
+DENSE = "dense"  # format of a checkpoint with all weights in float
 
 
 class CompressedTensorsFormat(ThirdPartyFormat):
@@ -65,6 +74,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     redundant_tensors = ("weight_shape",)
     supports_kv_cache = True
     supports_rotation = True
+    supports_float_weights = True
     transforms: Sequence[InputTransform] = ()
     quantized: Collection[str] = ()
 
@@ -86,6 +96,10 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
         return self.with_act_order(CompressedTensorsLayout(format_name(config) != INT))
 
+    def check_model(self, model: nn.Module) -> None:
+        """Remember the classes of the modules: groups of attention name them."""
+        self.classes = {name: type(module).__name__ for name, module in model.named_modules()}
+
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]
     ) -> None:
@@ -98,9 +112,14 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
         super().check_writable(layers, float_layers)
         self._check_cache(layers)
+        in_float = [name for name, layer in layers.items() if is_output_only(layer.quant_config)]
+        self.float_layers = [*float_layers, *in_float]
+        self.attention = attention_groups(self.name, layers, self.config, self.classes)
         self.rotations = TransformWriter()
         self.groups: list[tuple[dict[str, Any], list[str]]] = []  # scheme, names of layers
         for name, layer in layers.items():
+            if is_output_only(layer.quant_config):
+                continue
             scheme = layer_scheme(layer.quant_config)
             names = next((n for known, n in self.groups if known == scheme), None)
             if names is None:
@@ -110,17 +129,25 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
     def holds_cache(self, spec: QuantizationSpec) -> bool:
         """Whether the format can hold a key-value cache quantized by a specification."""
-        has_heads = has_static_heads(spec) and cache_args(spec) is not None
-        return has_heads or super().holds_cache(spec)
+        return cache_args(spec) is not None
+
+    def holds_output(self, name: str, layer: QuantizedLayer) -> bool:
+        """Whether the format can hold the quantized output of a layer: of a cache, or queries."""
+        is_query = holds_queries(name, layer.quant_config, self.config)
+        return is_query or super().holds_output(name, layer)
 
     def _check_cache(self, layers: Mapping[str, QuantizedLayer]) -> None:
         """Record how the cache is quantized.
 
         Raises:
-            ValueError: Two layers differ, or keys with scales per head are quantized before rotary
-                embedding.
+            ValueError: Two layers differ, or keys other than fp8 with one scale are quantized
+                before rotary embedding.
         """
-        outputs = {n: layer.quant_config.output_tensors for n, layer in layers.items()}
+        outputs = {
+            name: layer.quant_config.output_tensors
+            for name, layer in layers.items()
+            if not holds_queries(name, layer.quant_config, self.config)
+        }
         caches = {n: cache_args(spec) for n, spec in outputs.items() if spec is not None}
         self.cache = next(iter(caches.values()), None)
         for name, args in caches.items():
@@ -129,17 +156,26 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                     f"custom_mode={self.name!r} has one scheme for all keys and values, but {name} "
                     f"has {args} and {next(iter(caches))} {self.cache}. Quantize them alike."
                 )
-        is_per_head = any(spec is not None and has_static_heads(spec) for spec in outputs.values())
-        if is_per_head and not self.config.kv_cache_post_rope:
+        is_late = any(spec is not None and not is_static_fp8(spec) for spec in outputs.values())
+        if is_late and not self.config.kv_cache_post_rope:
             raise ValueError(
-                f"custom_mode={self.name!r} has the scales of heads for keys after rotary "
-                "embedding: quantize with kv_cache_post_rope=True, or use custom_mode='quark'."
+                f"custom_mode={self.name!r} has caches, other than fp8 with one scale, for keys "
+                "after rotary embedding: quantize with kv_cache_post_rope=True, or use "
+                "custom_mode='quark'."
+            )
+        if caches and not self.config.kv_cache_post_rope:
+            logger.warning(
+                "The scales of the cache are those of keys before rotary embedding, and readers of "
+                "%s quantize keys after it: quantize with kv_cache_post_rope=True.",
+                self.name,
             )
 
     def layer_problem(self, name: str, layer: QuantizedLayer) -> str | None:
         """Return why the format cannot hold a layer, or None."""
         config = layer.quant_config
         fmt = format_name(config)
+        if is_output_only(config):
+            return None
         if fmt is None:
             specs = {"weight": config.weight, "input": config.input_tensors}
             return " and ".join(
@@ -175,7 +211,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     def stored_name(self, key: str) -> str:
         """Return the full name in the checkpoint; the layers of rotations are recorded."""
         self.rotations.name(key)
-        return super().stored_name(key)
+        return super().stored_name(queries_stored_name(key))
 
     def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
@@ -183,10 +219,10 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         """Return the layers stored in codes.
 
         Raises:
-            ValueError: No layer is stored in codes, the groups of inputs are not sound, or a stored
-                shape is not that of its weight.
+            ValueError: No layer is stored in codes, the groups of inputs are not sound, a stored
+                shape is not that of its weight, or attention is not that of the model.
         """
-        stored = super().stored_layers(layers, reader)
+        stored = without_ignored(super().stored_layers(layers, reader), self.config)
         _check_shapes(reader)
         self.quantized = stored
         return stored
@@ -207,7 +243,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
     def state_name(self, key: str) -> str:
         """Return the name in the model's state of the tensor stored as ``key``."""
-        return super().state_name(re.sub(r"\.weight_packed$", ".weight", key))
+        return super().state_name(queries_state_name(re.sub(r"\.weight_packed$", ".weight", key)))
 
     def convert_loaded(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return tensor scales instead of their stored reciprocals."""
@@ -215,12 +251,14 @@ class CompressedTensorsFormat(ThirdPartyFormat):
 
     def config_section(self) -> dict[str, Any]:
         """Return the section that compressed-tensors reads."""
-        formats = {scheme["format"] for scheme, _ in self.groups}
+        formats = {scheme["format"] for scheme, _ in self.groups} or {DENSE}
         is_only_group = len(self.groups) == 1
         groups = {
             f"group_{i}": {**scheme, "targets": ["Linear"] if is_only_group else names}
             for i, (scheme, names) in enumerate(self.groups)
         }
+        for group in self.attention:
+            groups[f"group_{len(groups)}"] = group
         return {
             "config_groups": groups,
             "format": formats.pop() if len(formats) == 1 else MIXED,
@@ -241,8 +279,11 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         _check_dense(section)
         default = QuantizationConfig()
         layers: dict[str, QuantizationConfig] = {}
-        for group in _read_groups(section):
-            _check_weights(group)
+        groups = _read_groups(section)
+        of_attention = [group for group in groups if group.get("weights") is None]
+        for group in groups:
+            if group in of_attention:
+                continue
             fmt = group.get("format") or section.get("format")
             layer = QuantizationConfig(
                 weight=args_to_spec(group.get("weights"), is_input=False, fmt=fmt),
@@ -258,14 +299,14 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                     default = layer
                 else:
                     layers[to_pattern(target)] = layer
-        kv_cache = args_to_cache(section.get("kv_cache_scheme"))
-        per_head = kv_cache is not None and has_static_heads(kv_cache)
+        attention = read_attention(of_attention, section.get("kv_cache_scheme"))
         return Config(
             default,
             exclude=[to_pattern(name) for name in read_names(section, "ignore")],
             layer_quant_config=layers,
-            kv_cache_quant_config=kv_cache_config(kv_cache),
-            kv_cache_post_rope=per_head,
+            kv_cache_quant_config=attention.cache,
+            kv_cache_post_rope=attention.post_rope,
+            query_quant_config=attention.queries,
         )
 
 
@@ -277,20 +318,6 @@ def _read_groups(section: dict[str, Any]) -> list[dict[str, Any]]:
             f"compressed-tensors: config_groups must map names to groups, got {groups!r}."
         )
     return list(groups.values())
-
-
-def _check_weights(group: dict[str, Any]) -> None:
-    """Check that a group quantizes weights.
-
-    Groups without weights are those of attention: queries, keys and values after rotary embedding.
-    """
-    if group.get("weights") is None:
-        raise ValueError(
-            f"compressed-tensors: the group {group} quantizes no weights but inputs, as attention "
-            "does for its queries. Only the key-value cache of attention is supported: remove the "
-            "group and leave kv_cache_scheme in config.json, and queries stay in float. Or load "
-            "the checkpoint with compressed-tensors."
-        )
 
 
 def _check_dense(section: dict[str, Any]) -> None:

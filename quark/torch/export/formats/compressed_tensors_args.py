@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import integer_weight_problem
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
@@ -191,16 +190,15 @@ def args_to_spec(
 
 
 def cache_args(spec: QuantizationSpec) -> dict[str, Any] | None:
-    """Return the QuantizationArgs of a key-value cache with static scales, None for other caches.
+    """Return the QuantizationArgs of keys, values or queries with static scales, None for others.
 
-    One scale is for fp8_e4m3. Scales per head are for the formats of ``_CACHES``, without zero
-    points.
+    There is one scale, or one per head, without zero points.
     """
     kind = next((kind for kind, dtype in _CACHES.items() if spec.dtype is dtype), None)
-    if kind is None or spec.is_dynamic or not spec.scheme.symmetric:
+    if kind is None or spec.is_dynamic or not spec.scheme.symmetric or spec.second_stage:
         return None
     is_per_head = spec.scheme.qscheme is PER.per_head
-    if not is_per_head and not is_static_fp8(spec):
+    if not is_per_head and spec.scheme.qscheme is not PER.per_tensor:
         return None
     return {
         "dynamic": False,
@@ -212,8 +210,14 @@ def cache_args(spec: QuantizationSpec) -> dict[str, Any] | None:
     }
 
 
-def args_to_cache(args: dict[str, Any] | None) -> QuantizationSpec | None:
+def args_to_cache(
+    args: dict[str, Any] | None, name: str = "kv_cache_scheme"
+) -> QuantizationSpec | None:
     """Return the specification of a key-value cache, None for None: the inverse of ``cache_args``.
+
+    Args:
+        args: QuantizationArgs of the cache, or of attention.
+        name: Where they are, for the error.
 
     Raises:
         ValueError: Such a cache is not supported.
@@ -227,8 +231,8 @@ def args_to_cache(args: dict[str, Any] | None) -> QuantizationSpec | None:
             if known and all(args.get(k, _USUAL.get(k)) == v for k, v in known.items()):
                 return spec
     raise ValueError(
-        f"compressed-tensors: kv_cache_scheme={args} is not supported, only static fp8 per tensor, "
-        "and static fp8, fp4, int8 and int4 per head."
+        f"compressed-tensors: {name}={args} is not supported, only static fp8, fp4, int8 and int4, "
+        "per tensor or per head, without zero points."
     )
 
 

@@ -36,6 +36,7 @@ from quark.torch.quantization.config.match import literal
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from quark.torch.quantization.nn.layer import QuantizedLayer
     from quark.torch.quantization.nn.tensor_layout import TensorLayout
@@ -109,6 +110,12 @@ class GptqFormat(ThirdPartyFormat):
                         "them, have lost 0 here. Convert the checkpoint to gptq_v2 with its tool."
                     )
         return layers
+
+    def layer_reader(self, reader: Any, model: nn.Module) -> Any:
+        """Return a reader without the biases of zeros that AutoGPTQ adds to layers."""
+        from quark.torch.export.formats.zero_biases import without_zero_biases
+
+        return without_zero_biases(reader, model)
 
     def check_writable(
         self, layers: Mapping[str, QuantizedLayer], float_layers: Sequence[str]

@@ -21,11 +21,6 @@ def is_static_fp8(spec: QuantizationSpec) -> bool:
     return one and not spec.is_dynamic and spec.second_stage is None
 
 
-def has_static_heads(spec: QuantizationSpec) -> bool:
-    """Whether a tensor is quantized with one static scale per head, without zero points."""
-    return spec.scheme.qscheme is QSchemeType.per_head and spec.scheme.symmetric
-
-
 def kv_cache_config(spec: QuantizationSpec | None) -> dict[str, QuantizationConfig]:
     """Return ``kv_cache_quant_config`` for a cache quantized by ``spec``, {} without one."""
     if spec is None:

@@ -37,7 +37,10 @@ def describe_problems(problems: Mapping[str, str | None]) -> str:
 
 
 def common_problem(
-    layer: QuantizedLayer, classes: tuple[type[nn.Module], ...], holds_rotation: bool = False
+    layer: QuantizedLayer,
+    classes: tuple[type[nn.Module], ...],
+    holds_rotation: bool = False,
+    holds_float: bool = False,
 ) -> str | None:
     """Return why a format of another tool cannot hold a layer, whatever its number format.
 
@@ -45,6 +48,7 @@ def common_problem(
         layer: A quantized layer.
         classes: Supported float classes.
         holds_rotation: Whether the format can hold a rotation of inputs.
+        holds_float: Whether it can hold a weight in float.
     """
     if layer.float_class not in classes:
         supported = " or ".join(cls.__name__ for cls in classes)
@@ -58,7 +62,7 @@ def common_problem(
     specs = [spec for _, spec in layer.quant_config.specs()]
     if any(spec.four_over_six for spec in specs):
         return "readers do not choose scales of inputs between 4 and 6 (four_over_six)"
-    if layer.quant_config.weight is None:
+    if layer.quant_config.weight is None and not holds_float:
         return "its weight is not quantized"
     if layer.quant_config.bias is not None:
         return "its bias is quantized"

@@ -54,6 +54,7 @@ class ThirdPartyFormat(QuarkFormat):
         redundant_tensors: Last parts of names that are stored but not needed to load.
         supports_kv_cache: Whether it can hold scales of an fp8 key-value cache.
         supports_rotation: Whether it can hold rotations of inputs.
+        supports_float_weights: Whether it can hold layers of which the output alone is quantized.
         supports_act_order: Whether it can hold groups of inputs in any order.
         float_layers: Names of layers in float.
         has_kv_cache: Whether the checkpoint has scales of a key-value cache.
@@ -69,6 +70,7 @@ class ThirdPartyFormat(QuarkFormat):
     redundant_tensors: ClassVar[tuple[str, ...]] = ()
     supports_kv_cache: ClassVar[bool] = False
     supports_rotation: ClassVar[bool] = False
+    supports_float_weights: ClassVar[bool] = False
     supports_act_order: ClassVar[bool] = False
     float_layers: Sequence[str] = ()
     has_kv_cache: bool = False
@@ -118,12 +120,18 @@ class ThirdPartyFormat(QuarkFormat):
         """Return why no format of another tool can hold a layer, or None."""
         from torch import nn
 
-        problem = common_problem(layer, (nn.Linear,), self.supports_rotation)
+        in_float = self.supports_float_weights and is_output_only(layer.quant_config)
+        problem = common_problem(layer, (nn.Linear,), self.supports_rotation, in_float)
         output = layer.quant_config.output_tensors
-        is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
-        if problem is None and output is not None and not (is_cache and self.holds_cache(output)):
+        if problem is None and output is not None and not self.holds_output(name, layer):
             problem = "its output is quantized"
         return problem
+
+    def holds_output(self, name: str, layer: QuantizedLayer) -> bool:
+        """Whether the format can hold the quantized output of a layer."""
+        output = layer.quant_config.output_tensors
+        is_cache = self.supports_kv_cache and name.rpartition(".")[2] in SCALE_NAMES
+        return is_cache and output is not None and self.holds_cache(output)
 
     def holds_cache(self, spec: QuantizationSpec) -> bool:
         """Whether the format can hold a key-value cache quantized by a specification."""
@@ -164,12 +172,15 @@ class ThirdPartyFormat(QuarkFormat):
     ) -> dict[str, QuantizationConfig]:
         """Return the layers stored in codes, with the type of scales that the checkpoint has.
 
+        Layers in float whose outputs are quantized are among them, for a cache or for attention.
+
         Raises:
             ValueError: No layer is stored in codes, or ``g_idx`` contradicts ``group_size``.
         """
         entries: dict[str, TensorHeader] = reader.entries
-        in_float = [n for n in layers if _is_float_weight(entries.get(f"{n}.weight"))]
-        if len(in_float) == len(layers):
+        coded = [name for name, layer in layers.items() if layer.weight is not None]
+        in_float = [n for n in coded if _is_float_weight(entries.get(f"{n}.weight"))]
+        if coded and len(in_float) == len(coded):
             raise ValueError(f"quant_method={self.name!r}, but every weight is stored in float.")
         if in_float:
             logger.warning(
@@ -188,8 +199,8 @@ class ThirdPartyFormat(QuarkFormat):
             self.config = with_all_weight_fields(self.config, scale_type=scale_type)
         exclude = [*self.config.exclude, *map(literal, in_float)]
         self.config = replace(self.config, exclude=exclude)
-        in_codes = {n: config_for(n, None, self.config) for n in layers if n not in in_float}
-        return {n: layer for n, layer in in_codes.items() if layer is not None}
+        stored = {n: config_for(n, None, self.config) for n in layers}
+        return {n: layer for n, layer in stored.items() if layer is not None}
 
     def _stores_act_order(self, reader: Any) -> bool:
         """Whether the inputs of a layer are not in the order of their groups."""
@@ -225,6 +236,11 @@ class ThirdPartyFormat(QuarkFormat):
 def _is_float_weight(entry: TensorHeader | None) -> bool:
     """Whether a tensor is stored in a float type wider than fp8 codes."""
     return entry is not None and entry.dtype.is_floating_point and entry.dtype.itemsize > 1
+
+
+def is_output_only(config: QuantizationConfig) -> bool:
+    """Whether the output of a layer is quantized, and nothing else."""
+    return {name for name, _ in config.specs()} == {"output_tensors"}
 
 
 def _kept_remedy(layers: Mapping[str, QuantizedLayer]) -> str:

@@ -1,4 +1,4 @@
-"""Quantized attention in a configuration: queries, and the probabilities of softmax."""
+"""Quantized attention in a configuration: queries, keys, values, and the results of softmax."""
 
 from __future__ import annotations
 
@@ -12,14 +12,23 @@ from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.presets import kv_cache_scheme
 from quark.torch.quantization.config.type import QSchemeType
 
-# Name -> scheme of the cache with the same format, which queries and probabilities take too.
-ATTENTION_SCHEMES = {"fp8": "fp8"}
+# Schemes of the cache that queries take too, after rotary embedding: "qkv_fp8" and so on.
+_QKV = ("fp8", "fp8_per_head", "int8_per_head", "int4_per_head", "fp4_per_head")
+# Name -> scheme of the cache with the same format.
+ATTENTION_SCHEMES = {"fp8": "fp8", **{f"qkv_{name}": name for name in _QKV}}
+
+
+def quantizes_cache(scheme: str) -> bool:
+    """Whether a scheme of attention quantizes keys and values too, after rotary embedding."""
+    return scheme.startswith("qkv_")
 
 
 def with_attention(config: Config, patterns: Sequence[str], scheme: str) -> Config:
-    """Return a configuration that also quantizes queries and probabilities of attention.
+    """Return a configuration that also quantizes queries of attention, or probabilities too.
 
-    Queries are quantized at the outputs of their projections, probabilities after softmax.
+    ``fp8``: queries are quantized at the outputs of their projections, probabilities after softmax.
+    ``qkv_…``: queries are quantized after rotary embedding, and probabilities are not; keys and
+    values are those of the cache, by the same scheme.
 
     Args:
         config: Configuration of the model. It is not changed.
@@ -31,6 +40,9 @@ def with_attention(config: Config, patterns: Sequence[str], scheme: str) -> Conf
             a query projection first.
     """
     spec = kv_cache_scheme(ATTENTION_SCHEMES[one_of(scheme, ATTENTION_SCHEMES, "attention_scheme")])
+    if quantizes_cache(scheme):
+        layer = QuantizationConfig(output_tensors=spec)
+        return replace(config, query_quant_config=dict.fromkeys(patterns, layer))
     queries = {}
     for pattern in patterns:
         others = (p for p in config.layer_quant_config if p != pattern)

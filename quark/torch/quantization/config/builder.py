@@ -7,12 +7,16 @@ configuration is built without a model; ``resolution`` adapts it to a model when
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from quark.torch.quantization.config.algo import AlgoConfig
-from quark.torch.quantization.config.attention import with_attention
+from quark.torch.quantization.config.attention import (
+    ATTENTION_SCHEMES,
+    quantizes_cache,
+    with_attention,
+)
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.part_kinds import PARTS
@@ -38,15 +42,19 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Attention:
-    """Quantization of queries and of the probabilities of attention.
+    """Quantization inside of attention: queries, with probabilities or with the cache.
 
     Attributes:
         scheme: Name of the scheme, one of ``ATTENTION_SCHEMES``.
         patterns: Name patterns of the query projections.
+        cache_patterns: Name patterns of the key and value projections.
+        min_scale: Lower bound of the scales of the cache.
     """
 
     scheme: str
     patterns: list[str]
+    cache_patterns: list[str]
+    min_scale: float = 0.0
 
 
 def build_config(
@@ -69,7 +77,8 @@ def build_config(
         exclude: Name patterns of layers to leave in float; None for the output head.
         algorithms: Options of algorithms, applied in order.
         kv_cache: Quantization of the key-value cache; None leaves it in float.
-        attention: Quantization of queries and probabilities; None leaves them in float.
+        attention: Quantization of queries, with probabilities or keys and values; None leaves them
+            in float.
         shared_scale_groups: Groups of name endings that share scales per tensor. None shares those
             of layers with the same input, where a scheme has two levels of scales.
         float_parts: Kinds of ``PARTS`` to leave in float. None for all of them if ``exclude`` is
@@ -96,6 +105,7 @@ def build_config(
     )
     if attention is not None:
         config = with_attention(config, attention.patterns, attention.scheme)
+        kv_cache = cache_beside(attention, kv_cache)
     if kv_cache is None:
         return config
     return with_kv_cache(
@@ -106,6 +116,28 @@ def build_config(
 def _as_list(patterns: Sequence[str]) -> list[str]:
     """Return patterns as a list; a single text is one pattern, not one for each character."""
     return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def cache_beside(attention: Attention, cache: KVCache | None) -> KVCache | None:
+    """Return the quantization of the cache beside that of attention, which may ask for one.
+
+    Args:
+        attention: Quantization inside of attention.
+        cache: Quantization of the cache that is asked for, or None.
+
+    Raises:
+        ValueError: It asks for another one.
+    """
+    if not quantizes_cache(attention.scheme):
+        return cache
+    own = ATTENTION_SCHEMES[attention.scheme]
+    cache = cache or KVCache(own, attention.cache_patterns, attention.min_scale)
+    if cache.scheme != own:
+        raise ValueError(
+            f"attention_scheme: {attention.scheme!r} quantizes keys and values by {own!r}, but the "
+            f"scheme of the cache is {cache.scheme!r}. Leave that one out."
+        )
+    return replace(cache, post_rope=True)
 
 
 def is_two_level(layer: QuantizationConfig) -> bool:

@@ -91,7 +91,11 @@ def _parts(config: Config) -> Iterator[Any]:
     """Iterate over the configuration, its layers, their specifications and the algorithms."""
     yield config
     layers = [config.global_quant_config, *config.layer_type_quant_config.values()]
-    for by_name in (config.layer_quant_config, config.kv_cache_quant_config):
+    for by_name in (
+        config.layer_quant_config,
+        config.kv_cache_quant_config,
+        config.query_quant_config,
+    ):
         layers += by_name.values()
     for layer in layers:
         yield layer

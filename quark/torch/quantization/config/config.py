@@ -123,11 +123,13 @@ _NOT_WRITTEN = {
     "pass_options",
     "pre_quant_opt_config",
     "quant_flow",
+    "query_quant_config",
     "shared_scale_groups",
     "shift_limits",
     "sync_moe_expert_input_amax",
 }
-_WRITTEN_IF_SET = {"export", "pass_options", "shift_limits"}  # though they are in _NOT_WRITTEN
+# Written if they are set, though they are in _NOT_WRITTEN.
+_WRITTEN_IF_SET = {"export", "pass_options", "query_quant_config", "shift_limits"}
 # Fields that hold a dataclass of plain values.
 _OBJECTS: dict[str, type[Any]] = {
     "export": JsonExporterConfig,
@@ -140,11 +142,13 @@ _READ = (  # fields that have readers of their own, which check them
     "layer_type_quant_config",
     "layer_quant_config",
     "kv_cache_quant_config",
+    "query_quant_config",
     "softmax_quant_spec",
     "algo_config",
     "pre_quant_opt_config",
     *_OBJECTS,
 )
+_BY_NAME = ("layer_quant_config", "kv_cache_quant_config", "query_quant_config")
 _LISTS = ("exclude", "algo_config", "pre_quant_opt_config", "kv_cache_group", "shared_scale_groups")
 
 
@@ -154,7 +158,8 @@ class Config:
 
     A layer takes the first entry of ``layer_quant_config`` whose pattern (as in ``fnmatch``)
     matches its full name, else the entry of its type, else the global one. Layers that match
-    ``exclude`` stay in float, except for their outputs if these make the key-value cache.
+    ``exclude`` stay in float, except for their outputs if these make the key-value cache or are
+    queries.
 
     Attributes:
         global_quant_config: Configuration of layers that no other entry selects.
@@ -192,6 +197,8 @@ class Config:
         pass_options: Graph mode: rewrites of the graph that are applied only if asked for.
         shift_limits: Graph mode: limits of the shifts of an integer-only device. Scales, which are
             powers of two then, are changed to keep them.
+        query_quant_config: Name pattern to configuration of the layers whose outputs are the
+            queries of attention. They are quantized after the rotary embedding.
 
     Raises:
         TypeError: A field holds a value of another type.
@@ -222,6 +229,7 @@ class Config:
     float_parts: list[str] = field(default_factory=list)
     pass_options: PassOptions | None = None
     shift_limits: ShiftLimits | None = None
+    query_quant_config: _ByName = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.global_quant_config, QuantizationConfig):
@@ -234,6 +242,7 @@ class Config:
         self.layer_quant_config = dict(self.layer_quant_config or {})
         self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
         self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})
+        self.query_quant_config = dict(self.query_quant_config or {})
         self._check_layers()
         for name, cls in _OBJECTS.items():
             value = getattr(self, name)
@@ -252,7 +261,7 @@ class Config:
         check_options(self)
 
     def _check_layers(self) -> None:
-        for name in ("layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config"):
+        for name in ("layer_type_quant_config", *_BY_NAME):
             for key, layer in getattr(self, name).items():
                 if not isinstance(layer, QuantizationConfig):
                     raise TypeError(
@@ -283,7 +292,7 @@ class Config:
         data: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            is_set = value is not None and f.name in _WRITTEN_IF_SET
+            is_set = value not in (None, {}) and f.name in _WRITTEN_IF_SET
             if everything or f.name not in _NOT_WRITTEN or is_set:
                 data[f.name] = _written(f.name, value)
         return dict(sorted(data.items()))

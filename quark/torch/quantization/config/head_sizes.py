@@ -11,7 +11,12 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import config_for
 from quark.torch.quantization.config.type import QSchemeType
 
-_FIELDS = ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config")
+_FIELDS = (
+    "layer_quant_config",
+    "layer_type_quant_config",
+    "kv_cache_quant_config",
+    "query_quant_config",
+)
 
 
 def with_head_sizes(config: Config, model: nn.Module) -> Config:

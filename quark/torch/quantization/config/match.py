@@ -41,21 +41,27 @@ def config_for(
     """Return the configuration of the module called ``name``, or None if it stays in float.
 
     The entry is chosen by name, else by type, else it is the global one. Outputs that make the
-    key-value cache are quantized even if the layer is excluded.
+    key-value cache, and queries, are quantized even if the layer is excluded.
 
     Args:
         name: Full name of the module.
         kind: Its type; None for ``nn.Linear``.
         config: Configuration of the model.
     """
-    cache = first_match(name, config.kv_cache_quant_config)
+    inside = _of_attention(name, config)
     if matches(name, config.exclude):
         layer = QuantizationConfig()
     else:
         layer = first_match(name, config.layer_quant_config) or _config_for_type(kind, config)
-    if cache is not None and layer.output_tensors is None:
-        layer = replace(layer, output_tensors=cache.output_tensors)
+    if inside is not None and layer.output_tensors is None:
+        layer = replace(layer, output_tensors=inside.output_tensors)
     return None if layer.is_empty else layer
+
+
+def _of_attention(name: str, config: Config) -> QuantizationConfig | None:
+    """Return the entry of a layer whose outputs attention takes: of the cache, or queries."""
+    cache = first_match(name, config.kv_cache_quant_config)
+    return cache or first_match(name, config.query_quant_config)
 
 
 def _config_for_type(kind: type[nn.Module] | None, config: Config) -> QuantizationConfig:
@@ -83,6 +89,7 @@ def report_unmatched(names: Sequence[str], config: Config) -> list[str]:
         "exclude": config.exclude,
         "layer_quant_config": list(config.layer_quant_config),
         "kv_cache_quant_config": list(config.kv_cache_quant_config),
+        "query_quant_config": list(config.query_quant_config),
         "kv_cache_group": config.kv_cache_group,
         "shared_scale_groups": [f"*{p.lstrip('*')}" for g in config.shared_scale_groups for p in g],
     }
@@ -109,7 +116,7 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
 
     Readers of ``config.json`` see its keys sorted, so another pattern could become the first match
     of a module. Patterns stay if sorting them changes nothing for this model. Otherwise each module
-    that a pattern selects, or that makes the key-value cache, is listed by its full name. Wildcards
+    that a pattern selects, or whose outputs attention takes, is listed by its full name. Wildcards
     in ``exclude`` are replaced by full names, for readers that compare names.
     """
     exclude: list[str] = []
@@ -121,18 +128,19 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
     operators = {n: kind for n, kind in names.items() if kind.__name__ in (*LAYER_TYPES, "Conv1D")}
     layers = {n: _decided(n, kind, config) for n, kind in operators.items()}
     cache = {n: first_match(n, config.kv_cache_quant_config) for n in operators}
+    queries = {n: first_match(n, config.query_quant_config) for n in operators}
     return replace(
         config,
         exclude=exclude,
         layer_quant_config=_without_order(layers, config.layer_quant_config),
         kv_cache_quant_config=_without_order(cache, config.kv_cache_quant_config),
+        query_quant_config=_without_order(queries, config.query_quant_config),
     )
 
 
 def _decided(name: str, kind: type[nn.Module], config: Config) -> QuantizationConfig | None:
-    """Return the entry of ``layer_quant_config`` for a module, with the outputs of the cache."""
-    cached = first_match(name, config.kv_cache_quant_config) is not None
-    if cached and not matches(name, config.exclude):
+    """Return the entry of ``layer_quant_config`` for a module, with outputs for attention."""
+    if _of_attention(name, config) is not None and not matches(name, config.exclude):
         return config_for(name, kind, config)
     return first_match(name, config.layer_quant_config)
 

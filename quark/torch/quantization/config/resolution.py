@@ -89,14 +89,15 @@ def resolve_names(config: Config, model: nn.Module) -> Config:
 
 
 def limit_cache(config: Config, names: Iterable[str], without: Collection[str]) -> Config:
-    """Return the configuration with a key-value cache that some layers are not part of.
+    """Return the configuration with a key-value cache and queries that some layers do not make.
 
     Args:
         config: The configuration.
         names: Names of all modules of the model.
-        without: Names of layers that make no cache, such as the key projections of a vision tower.
+        without: Names of layers that make none, such as the key projections of a vision tower.
     """
-    patterns, names = config.kv_cache_quant_config, list(names)
+    names, cache = list(names), config.kv_cache_quant_config
+    patterns = {**cache, **config.query_quant_config}
     exact: dict[str, list[str]] = {}
     for pattern in patterns:
         hit = [name for name in names if matches(name, [pattern])]
@@ -106,17 +107,17 @@ def limit_cache(config: Config, names: Iterable[str], without: Collection[str]) 
     if not exact:
         return config
 
-    def limited(layers: Mapping[str, QuantizationConfig]) -> dict[str, QuantizationConfig]:
-        return {
-            key: layer
-            for pattern, layer in layers.items()
-            for key in (map(literal, exact[pattern]) if pattern in exact else [pattern])
-        }
+    def limited(
+        layers: Mapping[str, QuantizationConfig], which: Collection[str] = tuple(exact)
+    ) -> dict[str, QuantizationConfig]:
+        names = {p: [literal(n) for n in exact[p]] for p in which if p in exact}
+        return {key: layer for p, layer in layers.items() for key in names.get(p, [p])}
 
     return replace(
         config,
-        kv_cache_quant_config=limited(patterns),
-        layer_quant_config=limited(config.layer_quant_config),
+        kv_cache_quant_config=limited(cache),
+        query_quant_config=limited(config.query_quant_config),
+        layer_quant_config=limited(config.layer_quant_config, cache),
     )
 
 

@@ -131,8 +131,9 @@ class LLMTemplate:
             algorithm: Name or names of algorithms, applied in order.
             kv_cache_scheme: Name of the scheme of the key-value cache.
             min_kv_scale: Lower bound of the scales of the cache.
-            attention_scheme: Name of the scheme of queries and of the probabilities of attention,
-                one of ``ATTENTION_SCHEMES``.
+            attention_scheme: Name of the scheme of attention, one of ``ATTENTION_SCHEMES``:
+                ``fp8`` for queries and the probabilities, ``qkv_fp8`` and so on for queries, keys
+                and values after rotary embedding.
             layer_config: Name pattern to name of a scheme; the first match counts.
             layer_type_config: Module type to name of a scheme.
             exclude_layers: Name patterns of layers to leave in float, instead of the patterns of
@@ -152,7 +153,8 @@ class LLMTemplate:
         if kv_cache_scheme is not None:
             cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
         if attention_scheme is not None:
-            attention = Attention(attention_scheme, self.query_patterns)
+            patterns = self.query_patterns, self.kv_layers_name
+            attention = Attention(attention_scheme, *patterns, min_kv_scale)
         layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
         return build_config(
             self._scheme(scheme),

@@ -44,6 +44,11 @@ def graph_config(config: Config, graph: fx.GraphModule) -> Config:
             "kv_cache_post_rope quantizes keys inside of attention modules, which a graph does not "
             "have. Leave it out: the operators of attention are quantized themselves."
         )
+    if config.query_quant_config:
+        raise ValueError(
+            "query_quant_config quantizes queries inside of attention modules, which a graph does "
+            "not have. Leave it out: the operators of attention are quantized themselves."
+        )
     if config.softmax_quant_spec is not None:
         raise ValueError(
             "softmax_quant_spec quantizes probabilities inside of attention modules, which a graph "

@@ -1,10 +1,10 @@
-"""Quantization inside of attention: keys after rotary embedding, and probabilities.
+"""Quantization inside of attention: queries and keys after rotary embedding, and probabilities.
 
 Attention modules of Transformers pass queries, keys and values to the function that their
 configuration names. A module gets an ``AttentionRoute`` in place of its configuration. The route
-names a function of this file, which quantizes the keys and calls the function that the model is
-set to. If the module has a quantizer of probabilities (``nn.probabilities``), results of softmax
-are quantized meanwhile. A cache holds unquantized keys after rotary embedding, so keys are
+names a function of this file, which quantizes queries and keys and calls the function that the
+model is set to. If the module has a quantizer of probabilities (``nn.probabilities``), results of
+softmax are quantized meanwhile. A cache holds unquantized keys after rotary embedding, so keys are
 quantized each time they are read. Scales are static or per token, so each time gives the same
 values.
 """
@@ -14,12 +14,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.numerics.custom_operators import rotate_by_hadamard
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match
@@ -30,7 +29,23 @@ PROBABILITIES = (
 )
 _NAME = "quark"
 _EAGER = "eager_attention_forward"  # ending of the name of the default function of an architecture
-_OTHERWISE = "it does not use the attention interface of Transformers"
+_OPTIONS = {  # tensor -> its option, and what to do where the option cannot be followed
+    "keys": ("kv_cache_post_rope", "Set kv_cache_post_rope=False"),
+    "queries": ("query_quant_config", "Leave query_quant_config out"),
+}
+OTHERWISE = "it does not use the attention interface of Transformers"
+
+
+class Projections(NamedTuple):
+    """Layers of an attention module whose outputs are quantized after rotary embedding.
+
+    Attributes:
+        keys: Name in the module of the layer that computes the keys, or None.
+        queries: Likewise of the layer that computes the queries.
+    """
+
+    keys: str | None = None
+    queries: str | None = None
 
 
 class AttentionRoute:
@@ -40,14 +55,16 @@ class AttentionRoute:
         config: The configuration. Attributes of the route are read and set there.
         projection: Name in the module of the layer that computes the keys; its output quantizer
             quantizes the keys. None if they are not quantized here.
+        queries: Likewise of the layer that computes the queries.
         rotates: Whether queries and keys are rotated before they are quantized (R3).
         watch: Takes keys, values, the output, and the function that computes the result for other
             keys and values; None for nothing.
     """
 
-    _own: ClassVar[tuple[str, ...]] = ("config", "projection", "rotates", "watch")
+    _own: ClassVar[tuple[str, ...]] = ("config", "projection", "queries", "rotates", "watch")
     config: Any
     projection: str | None
+    queries: str | None = None
     rotates: bool
     watch: Callable[..., None] | None = None
 
@@ -82,7 +99,7 @@ class AttentionRoute:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Quantize keys, then call the attention function that the model is set to.
+        """Quantize queries and keys, then call the attention function that the model is set to.
 
         Results of softmax are quantized if the module has a quantizer of probabilities.
 
@@ -99,13 +116,7 @@ class AttentionRoute:
             ValueError: Probabilities are quantized, and the model is not set to the default
                 function of its architecture, or that calls softmax several times or never.
         """
-        if self.rotates:
-            query, key = rotate_by_hadamard(query), rotate_by_hadamard(key)
-        if self.projection is not None:
-            layer = module.get_submodule(self.projection)
-            if layer.output_width > key.shape[1] * key.shape[3]:
-                value = quantized_heads(layer, value)
-            key = quantized_heads(layer, key)
+        query, key, value = self._quantized(module, query, key, value)
         name = self.config._attn_implementation
         function = _function(type(module), name)
         quantizer = module._modules.get(PROBABILITIES)
@@ -134,6 +145,21 @@ class AttentionRoute:
             )
         return result
 
+    def _quantized(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what attention takes: rotated and quantized, as far as that happens here."""
+        if self.rotates:
+            query, key = rotate_by_hadamard(query), rotate_by_hadamard(key)
+        if self.queries is not None:
+            query = quantized_heads(module.get_submodule(self.queries), query)
+        if self.projection is not None:
+            layer = module.get_submodule(self.projection)
+            if layer.output_width > key.shape[1] * key.shape[3]:
+                value = quantized_heads(layer, value)
+            key = quantized_heads(layer, key)
+        return query, key, value
+
 
 def _attend(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module.config.attend(module, *args, **kwargs)
@@ -160,36 +186,58 @@ def _function(kind: type[nn.Module], name: str) -> Callable[..., Any]:
     return function
 
 
-def key_projections(layers: Mapping[str, QuantizationConfig], config: Config) -> dict[str, str]:
-    """Return the attention modules whose keys are quantized after rotary embedding.
+def attention_projections(
+    layers: Mapping[str, QuantizationConfig], config: Config
+) -> dict[str, Projections]:
+    """Return the attention modules whose queries or keys are quantized after rotary embedding.
 
     If ``kv_cache_quant_config`` matches several layers of a module, the first computes the keys.
-    The architectures of Transformers declare keys before values; ``prove_keys`` checks it.
+    The architectures of Transformers declare keys before values; ``prove_projections`` checks it.
 
     Args:
         layers: Configuration of each quantized layer, in the order of the model.
         config: Configuration of the model.
 
     Returns:
-        Name of each module -> name in the module of the layer that computes the keys.
+        Name of each module -> its layers.
     """
-    projections: dict[str, str] = {}
-    for name, layer in layers.items() if config.kv_cache_post_rope else ():
-        if layer.output_tensors and first_match(name, config.kv_cache_quant_config):
-            parent, _, child = name.rpartition(".")
-            projections.setdefault(parent, child)
-    return projections
+    keys: dict[str, str] = {}
+    queries: dict[str, str] = {}
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        if not layer.output_tensors:
+            continue
+        if config.kv_cache_post_rope and first_match(name, config.kv_cache_quant_config):
+            keys.setdefault(parent, child)
+        if first_match(name, config.query_quant_config):
+            queries.setdefault(parent, child)
+    return {n: Projections(keys.get(n), queries.get(n)) for n in {**keys, **queries}}
 
 
-def check_routes(model: nn.Module, keys: Mapping[str, str]) -> None:
+def check_routes(model: nn.Module, projections: Mapping[str, Projections]) -> None:
     """Raise if an attention module does not take its function from its configuration.
 
     Raises:
         ValueError: A module does not use the attention interface of Transformers.
     """
-    for name in keys:
+    for name, layers in projections.items():
         if not uses_interface(model.get_submodule(name)):
-            raise _refusal(name, _OTHERWISE)
+            raise refusal(name, "queries" if layers.keys is None else "keys", OTHERWISE)
+
+
+def refusal(name: str, tensor: str, problem: str) -> ValueError:
+    """Return the error that an attention module cannot quantize a tensor after rotary embedding.
+
+    Args:
+        name: Name of the module.
+        tensor: "keys" or "queries".
+        problem: The reason, as a clause.
+    """
+    option, remedy = _OPTIONS[tensor]
+    return ValueError(
+        f"{option}: the {tensor} of {name} cannot be quantized after rotary embedding: "
+        f"{problem}. {remedy}."
+    )
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -203,57 +251,23 @@ def uses_interface(module: nn.Module) -> bool:
     return True
 
 
-def prove_keys(model: nn.Module, keys: Mapping[str, str], run: Callable[[], None]) -> None:
-    """Prove by a forward pass that projections compute all keys, and that nothing else reads them.
-
-    Each projection returns NaN and attention returns zeros. All keys must then be NaN, and the
-    output of the model must not: NaN there comes from another reader of the projection.
-
-    Args:
-        model: A float model. It is unchanged afterwards.
-        keys: Result of ``key_projections``.
-        run: Runs the model once.
-
-    Raises:
-        ValueError: A projection does not compute the keys, or another layer reads its output.
-    """
-    check_routes(model, keys)
-    trials: dict[str, _Trial] = {}
-    leaks: list[bool] = []
-    hooks = [model.register_forward_hook(lambda _, __, output: leaks.append(_has_nan(output)))]
-    for name, projection in keys.items():
-        module: Any = model.get_submodule(name)
-        module.config = trials[name] = _Trial(module.config, projection)
-        hooks.append(module.get_submodule(projection).register_forward_hook(trials[name].mark))
-    try:
-        with eval_mode(model), torch.no_grad():
-            run()
-    finally:
-        unroute_keys(model)
-        for hook in hooks:
-            hook.remove()
-    for name, trial in trials.items():
-        if not trial.width:
-            raise _refusal(name, f"its {trial.projection} did not run")
-        if trial.problem:
-            raise _refusal(name, trial.problem)
-    if any(leaks):
-        raise _refusal(next(iter(keys)), "other layers read them too")
-
-
-def route_keys(model: nn.Module, keys: Mapping[str, str], rotates: bool = False) -> None:
-    """Quantize keys in attention instead of in the projections that compute them.
+def route_projections(
+    model: nn.Module, projections: Mapping[str, Projections], rotates: bool = False
+) -> None:
+    """Quantize queries and keys in attention instead of in the layers that compute them.
 
     Args:
-        model: A model with quantized projections; it is changed in place.
-        keys: Result of ``key_projections``.
-        rotates: Whether queries and keys are rotated before they are quantized.
+        model: A model with quantized layers; it is changed in place.
+        projections: Result of ``attention_projections``.
+        rotates: Whether queries and keys are rotated before keys are quantized.
     """
-    for name, projection in keys.items():
+    for name, layers in projections.items():
         module: Any = model.get_submodule(name)
-        module.get_submodule(projection).quantizes_output = False
+        for layer in filter(None, layers):
+            module.get_submodule(layer).quantizes_output = False
         route = route_attention(module)
-        route.projection, route.rotates = projection, rotates
+        route.projection, route.queries = layers
+        route.rotates = rotates and layers.keys is not None
 
 
 def route_attention(module: Any) -> AttentionRoute:
@@ -264,69 +278,13 @@ def route_attention(module: Any) -> AttentionRoute:
     return route
 
 
-def unroute_keys(model: nn.Module) -> None:
-    """Undo ``route_keys``."""
-    for module in list(model.modules()):
-        route = getattr(module, "config", None)
-        if isinstance(route, AttentionRoute):
-            module.config = route.config
-            if route.projection is not None:
-                vars(module.get_submodule(route.projection)).pop("quantizes_output", None)
-
-
 def key_routes(model: nn.Module) -> list[AttentionRoute]:
     """Return the routes of all attention modules with keys quantized after rotary embedding."""
+    return [route for route in attention_routes(model) if route.projection is not None]
+
+
+def attention_routes(model: nn.Module) -> list[AttentionRoute]:
+    """Return the routes of all modules with queries or keys quantized after rotary embedding."""
     configs = (getattr(module, "config", None) for module in model.modules())
     routes = [config for config in configs if isinstance(config, AttentionRoute)]
-    return [route for route in routes if route.projection is not None]
-
-
-class _Trial(AttentionRoute):
-    """A route for ``prove_keys``: marks the outputs of a projection by NaN and checks the keys."""
-
-    _own = (*AttentionRoute._own, "width", "problem")
-    width: int
-    problem: str | None
-
-    def __init__(self, config: Any, projection: str) -> None:
-        super().__init__(config, projection)
-        self.width, self.problem = 0, _OTHERWISE
-
-    def mark(self, layer: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        """Replace the outputs (..., width) of the projection by NaN."""
-        self.width = output.shape[-1]
-        return torch.full_like(output, torch.nan)
-
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Check that keys alone, or keys and values, are NaN; return zeros as the output."""
-        width = key.shape[1] * key.shape[3]
-        gives_values = bool(value.isnan().any())
-        if not bool(key.isnan().all()) or width > self.width:
-            self.problem = f"{self.projection} does not compute them"
-        elif gives_values is not (self.width > width):
-            self.problem = f"{self.projection} computes neither keys alone nor keys and values"
-        else:
-            self.problem = None
-        batch, heads, tokens, _ = query.shape
-        return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
-
-
-def _has_nan(output: Any) -> bool:
-    """Whether the first output of a model has NaN."""
-    first = output if isinstance(output, torch.Tensor) else output[0]
-    return bool(first.isnan().any())
-
-
-def _refusal(name: str, problem: str) -> ValueError:
-    return ValueError(
-        f"kv_cache_post_rope: the keys of {name} cannot be quantized after rotary embedding: "
-        f"{problem}. Set kv_cache_post_rope=False."
-    )
+    return [route for route in routes if route.projection or route.queries]

@@ -183,6 +183,18 @@ def test_quantized_attention(quantize):
     assert "model.layers.0.self_attn.prob_output_scale" in names
 
 
+def test_queries_keys_and_values(quantize):
+    from quark.torch.export.checkpoint.files import CheckpointReader
+
+    flags = ["--quant_scheme", "int8", "--attention_scheme", "qkv_fp8_per_head"]
+    path, said = quantize(
+        *flags, "--num_calib_data", 2, "--seq_len", 16, "--custom_mode", "compressed-tensors"
+    )
+    assert re.search(r"queries +fp8_e4m3 per head static", said)
+    names = CheckpointReader(path).entries
+    assert "model.layers.0.self_attn.q_scale" in names
+
+
 def test_what_is_written_and_said(quantize, model_dir, text):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

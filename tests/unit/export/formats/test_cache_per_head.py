@@ -1,4 +1,4 @@
-"""Scales per head of a key-value cache in checkpoints."""
+"""Static scales of a key-value cache in checkpoints, most of them per head."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,8 @@ from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.presets import scheme
 
 CT = "compressed-tensors"
-STATIC = ("fp8_per_head", "int8_per_head", "int4_per_head", "fp4_per_head")
+PER_HEAD = ("fp8_per_head", "int8_per_head", "int4_per_head", "fp4_per_head")
+STATIC = ("fp8", "int8_per_tensor_static", *PER_HEAD)
 IDS = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(4))
 
 
@@ -50,7 +51,7 @@ def test_a_model_comes_back_bit_by_bit(name, mode, build, quantize, export):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    list(zip(STATIC, [("float", 8), ("int", 8), ("int", 4), ("float", 4)], strict=True)),
+    list(zip(PER_HEAD, [("float", 8), ("int", 8), ("int", 4), ("float", 4)], strict=True)),
 )
 def test_compressed_tensors_has_a_strategy_for_it(name, kind, build, quantize, export):
     model = quantize(build(), cached(name))
@@ -73,7 +74,8 @@ def test_compressed_tensors_has_a_strategy_for_it(name, kind, build, quantize, e
         (CT, cached("int8_per_head", post_rope=False), "keys after rotary embedding: quantize"),
         (CT, cached("int8_per_head", "fp8_per_head"), "one scheme for all keys and values"),
         (CT, cached("int8_per_token_head"), "its output is quantized"),
-        (CT, cached("int8_per_tensor_static"), "its output is quantized"),
+        (CT, cached("int8_per_token"), "its output is quantized"),
+        (CT, cached("int8_per_tensor_static", post_rope=False), "keys after rotary embedding"),
         ("fp8", cached("fp8_per_head"), "its output is quantized"),
         ("modelopt", cached("fp8_per_head"), "its output is quantized"),
     ],
@@ -94,7 +96,7 @@ FP8_PER_HEAD = {"type": "float", "num_bits": 8, "strategy": "attn_head"}
         FP8_PER_HEAD | {"dynamic": True},
         FP8_PER_HEAD | {"num_bits": 6},
         FP8_PER_HEAD | {"strategy": ["attn_head"]},
-        {"type": "int", "num_bits": 8, "strategy": "tensor"},
+        {"type": "int", "num_bits": 8, "strategy": "token"},
         "fp8",
     ],
 )
@@ -110,16 +112,23 @@ def test_caches_that_are_not_read(cache):
     assert config.kv_cache_quant_config["*k_proj"].output_tensors.group_size is None
 
 
-@pytest.mark.parametrize("top", [None, "dense", "pack-quantized", "mixed-precision"])
-@pytest.mark.parametrize("target", ["LlamaAttention", "re:.*self_attn$"])
-def test_quantized_queries_are_not_read(target, top):
-    """Attention as compressed-tensors quantizes it: a group of inputs, without weights."""
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-    group = {"weights": weights, "targets": ["Linear"], "format": "pack-quantized"}
-    attention = {"input_activations": FP8_PER_HEAD, "targets": [target]}
-    section = {"config_groups": {"group_0": group, "group_1": attention}, "format": top}
-    section["kv_cache_scheme"] = FP8_PER_HEAD
-    with pytest.raises(ValueError, match=r"as attention does for its queries.*kv_cache_scheme"):
-        CompressedTensorsFormat.parse_section(section)
-    del section["config_groups"]["group_1"]
-    assert CompressedTensorsFormat.parse_section(section).kv_cache_post_rope
+def test_readers_quantize_keys_after_rotary_embedding(build, quantize, export, caplog):
+    """Scales of keys before it are written with a warning, and read as compressed-tensors does."""
+    before, after = (
+        quantize(build(), cached("fp8", post_rope=post_rope)) for post_rope in (False, True)
+    )
+    path = export(before, custom_mode=CT)
+    assert "quantize with kv_cache_post_rope=True" in caplog.text
+    caplog.clear()
+    assert export(after, custom_mode=CT) != path and "kv_cache_post_rope" not in caplog.text
+    read = ModelImporter(path, "safetensors").import_model_info(build())
+    scales = [
+        m.model.layers[0].self_attn.k_proj.output_quantizer.scale.flatten()
+        for m in (read, before, after)
+    ]
+    assert torch.equal(scales[0], scales[1]) and not torch.equal(*scales[1:])
+    for one, other in zip(read.model.layers, after.model.layers, strict=True):
+        for name in ("k_proj", "v_proj"):
+            mine, theirs = (layer.self_attn.get_submodule(name) for layer in (one, other))
+            mine.output_quantizer.scale.copy_(theirs.output_quantizer.scale)
+    assert torch.equal(logits_of(read), logits_of(after))

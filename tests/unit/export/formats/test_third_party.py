@@ -69,7 +69,7 @@ CASES = {
         ),
     ),
     "ct int8 per token": (CT, preset("ptpc_int8")),
-    "ct fp8": (CT, preset("fp8", **WITH_CACHE)),
+    "ct fp8": (CT, preset("fp8", **WITH_CACHE, kv_cache_post_rope=True)),
     "ct fp8 weights": (CT, config(FP8)),
     "ct fp8 per token": (CT, preset("ptpc_fp8")),
     "ct fp8 blocks": (CT, BLOCKS),

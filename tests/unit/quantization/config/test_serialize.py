@@ -87,6 +87,7 @@ def full_config():
         layer_type_quant_config={nn.Linear: scheme("int8"), nn.Conv2d: QuantizationConfig()},
         layer_quant_config={"*b": layer, "*a": scheme("int8_wo")},
         kv_cache_quant_config={"*k_proj": layer},
+        query_quant_config={"*q_proj": layer},
         softmax_quant_spec=int8(),
         exclude=["lm_head"],
         algo_config=[cls() for cls in ALGO_CONFIGS.values()],
@@ -141,7 +142,8 @@ def test_an_observer_of_ones_choice_is_written():
 
 def test_key_sets_of_the_checkpoint_layout():
     data = full_config().to_dict()
-    assert list(data) == sorted([*CONFIG_KEYS, "export", "pass_options", "shift_limits"])
+    added = ["export", "pass_options", "query_quant_config", "shift_limits"]
+    assert list(data) == sorted([*CONFIG_KEYS, *added])
     assert list(data["global_quant_config"]) == LAYER_KEYS
     assert list(data["global_quant_config"]["weight"]) == SPEC_KEYS
     assert list(data["softmax_quant_spec"]) == SPEC_KEYS

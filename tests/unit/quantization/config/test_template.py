@@ -123,8 +123,12 @@ def test_algorithms_by_name():
         ({"scheme": "int8", "layer_config": {"*": "fp9"}}, "quant_scheme: 'fp9'"),
         ({"scheme": "int8", "algorithm": "gtpq"}, "algorithm: 'gtpq'.*Did you mean 'gptq'"),
         ({"scheme": "int8", "attention_scheme": "pf8"}, "attention_scheme: 'pf8'.*'fp8'"),
+        (
+            {"scheme": "int8", "attention_scheme": "qkv_fp8", "kv_cache_scheme": "int8_per_head"},
+            "'qkv_fp8' quantizes keys and values by 'fp8', but the scheme of the cache is 'int8_",
+        ),
     ],
-    ids=["scheme", "cache", "layer", "algorithm", "attention"],
+    ids=["scheme", "cache", "layer", "algorithm", "attention", "attention and cache"],
 )
 def test_refused(given, said):
     with pytest.raises(ValueError, match=said):
@@ -140,6 +144,19 @@ def test_cache():
     assert config.min_kv_scale == 0.5
     assert config_for(K0, nn.Linear, config) == cached
     assert config_for("model.layers.0.self_attn.q_proj", nn.Linear, config) == scheme("int8_wo")
+
+
+@pytest.mark.parametrize("cache", [None, "int8_per_head"])
+def test_queries_keys_and_values(cache):
+    options = {"attention_scheme": "qkv_int8_per_head", "kv_cache_scheme": cache}
+    config = LLMTemplate.get("llama").get_config("int8_wo", min_kv_scale=0.5, **options)
+    spec = kv_cache_scheme("int8_per_head")
+    assert config.query_quant_config == {"*q_proj": QuantizationConfig(output_tensors=spec)}
+    assert config.kv_cache_post_rope and config.softmax_quant_spec is None
+    assert config.min_kv_scale == 0.5
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer = config_for(f"model.layers.0.self_attn.{name}", nn.Linear, config)
+        assert layer == replace(scheme("int8_wo"), output_tensors=spec)
 
 
 def test_cache_of_excluded_layers_quantizes_their_outputs_alone():
