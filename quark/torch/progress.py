@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,38 @@ def bytes_progress(total: int, title: str) -> Iterator[Callable[[int], object]]:
             yield bar.update
     else:
         yield _Lines(title, total).add
+
+
+@contextmanager
+def elapsed_progress(title: str) -> Iterator[None]:
+    """Show the time that work in one piece, of another library, has taken so far.
+
+    Args:
+        title: What is done.
+    """
+    bar: Any = None
+    if _is_on_terminal():
+        from tqdm import tqdm
+
+        bar = tqdm(desc=title, delay=DELAY, leave=False, bar_format="{desc}: {elapsed}")
+    start, is_done = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not is_done.wait(INTERVAL if bar is None else DELAY):
+            if bar is not None:
+                bar.refresh()
+            else:
+                logger.info("%s: %.0f s so far", title, time.monotonic() - start)
+
+    thread = threading.Thread(target=tell, name="quark-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+        if bar is not None:
+            bar.close()
 
 
 def _is_on_terminal() -> bool:

@@ -2,11 +2,12 @@
 
 import io
 import logging
+import time
 
 import pytest
 
 from quark.torch import progress
-from quark.torch.progress import bytes_progress, show_progress
+from quark.torch.progress import bytes_progress, elapsed_progress, show_progress
 
 
 @pytest.fixture
@@ -80,3 +81,36 @@ def test_a_bar_on_a_terminal(monkeypatch, lines):
     assert "blocks" in screen.getvalue()
     assert "digests" in screen.getvalue()
     assert lines() == []
+
+
+def test_work_in_one_piece_tells_its_time(lines, monkeypatch):
+    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    with pytest.raises(KeyError, match="kept"), elapsed_progress("tracing"):
+        wait_until(lambda: len(lines()) >= 2)
+        raise KeyError("kept")
+    count = len(lines())
+    assert set(lines()) == {"tracing: 0 s so far"}
+    time.sleep(0.05)
+    assert len(lines()) == count  # the thread has ended
+
+
+def test_short_work_in_one_piece_is_silent(lines):
+    with elapsed_progress("tracing"):
+        pass
+    assert lines() == []
+
+
+def test_work_in_one_piece_on_a_terminal(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(progress.sys, "stderr", stream)
+    monkeypatch.setattr(progress, "DELAY", 0.01)
+    with elapsed_progress("tracing"):
+        wait_until(lambda: "tracing: 00:00" in stream.getvalue())
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()

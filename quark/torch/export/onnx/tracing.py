@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quark.torch.progress import elapsed_progress
+
 
 def trace_module(
     module: nn.Module,
@@ -39,7 +41,7 @@ def trace_module(
     """
     # The fused kernels return other strides than the operators that take their place in a graph, so
     # that views of their results (T5, Swin) would not fit.
-    with _quiet(), sdpa_kernel([SDPBackend.MATH]):
+    with _quiet(), sdpa_kernel([SDPBackend.MATH]), elapsed_progress("tracing the graph"):
         program: Any = torch.onnx.export(
             module,
             tuple(args),
