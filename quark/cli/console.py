@@ -283,7 +283,7 @@ def format_bits(bits: float | None) -> str:
 
 def format_change(value: float, reference: float) -> str:
     """Format the change from a reference: ``+3.1 %``."""
-    return f"{100 * (value / reference - 1):+.1f} %"
+    return f"{100 * (value / reference - 1):+z.1f} %"
 
 
 def format_perplexity(found: Predictions) -> str:
@@ -299,7 +299,7 @@ def format_paired_change(found: Predictions) -> str:
     if found.change is None:
         return ""
     error = "" if found.change_error is None else f" ± {100 * found.change_error:.1f} %"
-    return f"{100 * found.change:+.1f} %{error}"
+    return f"{100 * found.change:+z.1f} %{error}"
 
 
 def _scaled(count: int, units: tuple[str, ...]) -> str:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from quark.cli import console
 from quark.torch.evaluation import tasks
 from quark.torch.evaluation.tasks import Score
 
@@ -139,3 +140,10 @@ def test_refusals(flags, said, refused, harness, model_dir, tmp_path, monkeypatc
     (tmp_path / "few.txt").write_text("A few words.")
     place = ["--model_dir", model_dir, "--quant_scheme", "int8_wo"]
     assert said in refused("quantize", *place, *flags)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(9.9999, "+0.0 %"), (10.0001, "+0.0 %"), (9.9, "-1.0 %")]
+)
+def test_a_change_of_nothing_has_no_minus(value, text):
+    assert console.format_change(value, 10.0) == text
