@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,7 +68,7 @@ def _run_trials(model: nn.Module, trials: Mapping[str, _Trial], run: Callable[[]
     return any(leaks)
 
 
-class _Trial:
+class _Trial(ABC):
     """A trial of one layer of an attention module.
 
     Args:
@@ -87,9 +88,9 @@ class _Trial:
         self.width = output.shape[-1]
         return torch.full_like(output, torch.nan)
 
+    @abstractmethod
     def judge(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Set the problem, given what attention takes: (batch, heads, tokens, size) each."""
-        raise NotImplementedError
 
 
 class _KeyTrial(_Trial):
