@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -24,10 +25,23 @@ from quark.torch.quantization.nn.products.triton_columns import (
 
 logger = logging.getLogger(__name__)
 
-# Rounds a weight as `round_columns` does: (weight, factor, order, rounding) -> (rounded, errors).
-Solver = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, ColumnRounding], tuple[torch.Tensor, torch.Tensor]
-]
+
+class Inputs(NamedTuple):
+    """What solvers take of the inputs of a layer.
+
+    Attributes:
+        hessian: H with damping, (inputs, inputs).
+        factor: ``inverse_factor`` of H with rows and columns in ``order``.
+        order: (inputs,) int64: index of the column to round first, second, …
+    """
+
+    hessian: torch.Tensor
+    factor: torch.Tensor
+    order: torch.Tensor
+
+
+# Returns a weight rounded, both (outputs, inputs).
+Solver = Callable[[torch.Tensor, Inputs, ColumnRounding], torch.Tensor]
 
 # Type of a device -> what rounds a panel of columns in one launch there, if anything does. GPUs of
 # AMD are "cuda" too.
@@ -72,6 +86,11 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None
     return None
 
 
+def solve_columns(weight: torch.Tensor, inputs: Inputs, rounding: ColumnRounding) -> torch.Tensor:
+    """Return the weight that ``round_columns`` rounds, (outputs, inputs)."""
+    return round_columns(weight, inputs.factor, inputs.order, rounding)[0]
+
+
 def round_columns(
     weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor, rounding: ColumnRounding
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,21 +116,76 @@ def round_columns(
     # (inputs, outputs): a column is contiguous. Whole rows are picked faster than columns.
     remaining = weight.T.contiguous().index_select(0, order)
     rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
-    find_panel = PANELS.get(weight.device.type)
-    panel = None if find_panel is None else find_panel(rounding, weight.device)
+    _round_all(Columns(remaining, rounded, errors, factor, order), rounding)
+    return _to_rows(rounded, order).contiguous(), _to_rows(errors, order)
+
+
+def descent_factor(inputs: Inputs) -> torch.Tensor:
+    """Return by how much one column should change if another one does, (inputs, inputs).
+
+    If column i grows by d, the best value of column j, all others unchanged, falls by
+    d H_ij / H_jj. Element (i, j) of the result is - H_ij / H_jj, in the order of rounding, and the
+    diagonal is 1: errors and what follows from them then have the form of ``round_columns``.
+    """
+    factor = inputs.hessian.index_select(0, inputs.order).index_select(1, inputs.order)
+    factor /= -factor.diagonal().clone()
+    factor.diagonal().fill_(1.0)
+    return factor
+
+
+def descend_columns(
+    values: torch.Tensor,
+    target: torch.Tensor,
+    inputs: Inputs,
+    factor: torch.Tensor,
+    rounding: ColumnRounding,
+) -> torch.Tensor:
+    """Round each column once more, to what is best with all other columns as they are then.
+
+    This is one sweep of coordinate descent (Nair and Suggala 2024, CDQuant): no step increases the
+    squared error tr((W - Q) H (W - Q)ᵀ) with the damped H, within the accuracy of float32.
+
+    Args:
+        values: Q, the rounded weight, (outputs, inputs).
+        target: W, (outputs, inputs) float32.
+        inputs: See ``Solver``.
+        factor: ``descent_factor`` of these inputs.
+        rounding: See ``round_columns``.
+
+    Returns:
+        The weight after the sweep, (outputs, inputs).
+    """
+    # With G = (Q - W) H, the error of column j is least at q_j - G_j / H_jj.
+    slope = (values - target) @ inputs.hessian
+    best = values - slope.div_(inputs.hessian.diagonal())
+    current, remaining = (x.T.contiguous().index_select(0, inputs.order) for x in (values, best))
+    rounded, changes = torch.empty_like(remaining), torch.empty_like(remaining)
+    columns = Columns(remaining, rounded, changes, factor, inputs.order, current)
+    _round_all(columns, rounding)
+    return _to_rows(rounded, inputs.order).contiguous()
+
+
+def _round_all(columns: Columns, rounding: ColumnRounding) -> None:
+    """Round all columns, each after those before it in the order have changed it."""
+    remaining, rounded, errors, factor, order, current = columns
+    find_panel = PANELS.get(remaining.device.type)
+    panel = None if find_panel is None else find_panel(rounding, remaining.device)
     if panel is not None:
 
         def round_panel(start: int, end: int) -> None:
-            panel(remaining, rounded, errors, factor, order, start, end)
+            panel(remaining, rounded, errors, factor, order, start, end, current)
 
         _visit_leaves(remaining, errors, factor, 0, len(remaining), PANEL, PANEL, round_panel)
     else:
-        columns = Columns(remaining, rounded, errors, factor, order)
         round_leaf = leaf_rounding(columns, rounding)
         _visit_leaves(remaining, errors, factor, 0, len(remaining), LEAF, 1, round_leaf)
+
+
+def _to_rows(columns: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return columns in the order of rounding, (inputs, outputs), as (outputs, inputs)."""
     position = torch.empty_like(order)  # inverse permutation: column -> step that rounded it
     position[order] = torch.arange(len(order), device=order.device)
-    return rounded[position].T.contiguous(), errors[position].T
+    return columns[position].T
 
 
 def prune_columns(

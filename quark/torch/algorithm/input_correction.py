@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
+from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, solve_columns
 from quark.torch.algorithm.layer_inputs import (
     Comparison,
     TokenWeights,
@@ -64,7 +64,7 @@ def correct_and_round(
     strength: float = 1.0,
     damping: float = DAMPING,
     by_magnitude: bool = True,
-    solver_of: Callable[[str], Solver] = lambda name: round_columns,
+    solver_of: Callable[[str], Solver] = lambda name: solve_columns,
     token_weights: TokenWeights = lambda index: None,
     hold_out: bool = False,
 ) -> None:

@@ -18,7 +18,7 @@ import torch
 from quark.torch.numerics.column_rounder import ColumnRounder
 from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.native.column_kernels import round_columns
-from quark.torch.numerics.native.compilation import array, can_run
+from quark.torch.numerics.native.compilation import array, can_run, is_in_memory
 from quark.torch.numerics.qdq import Factors
 from quark.torch.numerics.scheme import Scheme
 
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _MULTIPLES = (32, 16, 8)  # rows of the vectors in which torch may round once, widest first
 _NEVER = 1 << 62  # no row is in such a vector
 _MOST_BITS = 16  # of codes
+_LEAST_IN_MEMORY = 1 << 10  # of a weight or some rows of it
 _PROVED = (7, 32 * 9 + 16 + 8 + 3)  # columns and rows of the proof, with a rest of every vector
 
 
@@ -39,6 +40,7 @@ class Columns(NamedTuple):
         errors: Errors of the columns.
         factor: Upper triangular factor, (inputs, inputs).
         order: Index of each column in the weight, (inputs,) int64.
+        current: Values from which errors count; None for those in ``remaining`` at the time.
     """
 
     remaining: torch.Tensor
@@ -46,6 +48,7 @@ class Columns(NamedTuple):
     errors: torch.Tensor
     factor: torch.Tensor
     order: torch.Tensor
+    current: torch.Tensor | None = None
 
 
 Leaf = Callable[[int, int], None]  # rounds columns, given the first and the one after the last
@@ -64,14 +67,15 @@ def leaf_rounding(columns: Columns, rounding: Callable[[torch.Tensor, int], torc
 
 def by_columns(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tensor]) -> Leaf:
     """Return a function that rounds columns by operations of torch; see ``leaf_rounding``."""
-    remaining, rounded, errors, factor, order = columns
+    remaining, rounded, errors, factor, order, current = columns
+    given = remaining if current is None else current
     diagonal, indices = factor.diagonal().unbind(), order.tolist()
 
     def round_leaf(start: int, end: int) -> None:
         for i in range(start, end):
             column, error = remaining[i], errors[i]
             rounded[i] = values = rounding(column, indices[i])
-            torch.sub(column, values, out=error).div_(diagonal[i])
+            torch.sub(given[i], values, out=error).div_(diagonal[i])
             if i + 1 < end:
                 remaining[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)
 
@@ -82,7 +86,9 @@ def _kernel(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tens
     """Return a function that rounds columns by a kernel of numba, or None without a kernel."""
     if not isinstance(rounding, ColumnRounder) or not _is_served(rounding):
         return None
-    if columns.remaining.dtype != torch.float32 or not can_run(columns.remaining):
+    # A solver calls the kernel for many columns, so few rows are worth it once numba is there.
+    least = _LEAST_IN_MEMORY if is_in_memory() else None
+    if columns.remaining.dtype != torch.float32 or not can_run(columns.remaining, least=least):
         return None
     multiple = _rows_rounded_once(rounding.scheme)
     return None if multiple is None else _by_kernel(columns, rounding, multiple)
@@ -97,16 +103,18 @@ def _is_served(rounding: ColumnRounder) -> bool:
 
 
 def _by_kernel(columns: Columns, rounding: ColumnRounder, multiple: int) -> Leaf:
-    remaining, rounded, errors, factor, order = columns
+    remaining, rounded, errors, factor, order, current = columns
+    given = remaining if current is None else current
     fused = remaining.shape[1] // multiple * multiple
     scales = array(rounding.factors.scale), array(rounding.factors.inverse)
     fmt = rounding.scheme.fmt
 
     def round_leaf(start: int, end: int) -> None:
         leaf = slice(start, end)
-        own = [x[leaf] for x in (remaining, rounded, errors)] + [factor[leaf, leaf].contiguous()]
+        own = [array(x[leaf]) for x in (remaining, given, rounded, errors)]
+        weights = array(factor[leaf, leaf].contiguous())
         bounds = float(fmt.qmin), float(fmt.qmax)
-        round_columns(*map(array, own), *scales, array(order[leaf]), *bounds, fused)
+        round_columns(*own, weights, *scales, array(order[leaf]), *bounds, fused)
 
     return round_leaf
 

@@ -8,12 +8,14 @@ b_g = q_gᵀ (H w)_g, where H is the mean of x xᵀ.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from quark.torch.algorithm.layers import group_width, has_scales_per_row
-from quark.torch.numerics.column_rounder import ColumnRounding, ZeroKeepingRounder
+from quark.torch.numerics.column_rounder import ColumnRounder, ColumnRounding, ZeroKeepingRounder
 from quark.torch.numerics.pieces import join_rows
+from quark.torch.numerics.qdq import Factors
 from quark.torch.numerics.scales import round_scale
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.super_blocks import minima
@@ -104,7 +106,8 @@ def round_and_refit(
     """Round a weight repeatedly and refit the scales to the codes after each time.
 
     Scales that are powers of two or fp8 numbers, or that several rows share, are not refitted;
-    then only the last attempt runs. Minima in super-blocks do not change.
+    then only the last attempt runs. Minima in super-blocks do not change. The last attempt may
+    refit scales itself (``ColumnRounding.refit``); where it does, they stay as it left them.
 
     Args:
         layer: A layer with final scales, which are replaced by the refitted ones.
@@ -122,10 +125,73 @@ def round_and_refit(
     zeros = weight == 0 if layer.keeps_zeros else None
     for attempt in attempts if refits else attempts[-1:]:
         rounding = quantizer.column_rounder(tuple(layer.weight.shape), layer.to_matrix)
+        fitting = None
+        if attempt is attempts[-1] and refits and isinstance(rounding, ColumnRounder):
+            rounding = fitting = FittingRounder.of(layer, rounding)
         rounded = attempt(rounding if zeros is None else ZeroKeepingRounder(rounding, zeros))
-        if refits:
+        if fitting is not None and fitting.scales.are_fitted:
+            rounded = _write_scales_(layer, rounded, fitting.scales.values)
+        elif refits:
             rounded = _refit_(layer, rounded, weight, hessian)
     return rounded
+
+
+@dataclass
+class RowScales:
+    """Scales of a weight that change row by row.
+
+    Attributes:
+        values: (outputs, groups) float32.
+        are_fitted: Whether any have been fitted.
+    """
+
+    values: torch.Tensor
+    are_fitted: bool = False
+
+
+class FittingRounder(ColumnRounder):
+    """Rounds columns under given scales, and fits those of rows; see ``ColumnRounding``.
+
+    Attributes:
+        scales: Scales of the whole weight, which ``refit`` changes.
+        rows: Indices of its rows in the weight, (rows,) int64.
+    """
+
+    def __init__(
+        self, factors: Factors, scheme: Scheme, scales: RowScales, rows: torch.Tensor
+    ) -> None:
+        super().__init__(factors, scheme)
+        self.scales, self.rows = scales, rows
+
+    @classmethod
+    def of(cls, layer: FakeQuantizedLayer, rounding: ColumnRounder) -> FittingRounder:
+        """Return the rounding of a layer whose scales may be fitted."""
+        count = rounding.factors.scale.shape[1]
+        scales = RowScales(_scales_by_row(layer).reshape(count, -1).float().clone())
+        rows = torch.arange(count, device=scales.values.device)
+        return cls(rounding.factors, rounding.scheme, scales, rows)
+
+    def select_rows(self, rows: torch.Tensor) -> FittingRounder:
+        """Return the rounding of some rows of every column."""
+        factors = self.factors.select_rows(rows)
+        return FittingRounder(factors, self.scheme, self.scales, self.rows[rows])
+
+    def refit(
+        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the values under the scales with the least squared error, which are kept.
+
+        Scales in super-blocks are left to ``round_and_refit``, since minima may belong to them.
+        """
+        if self.scheme.scale.span:
+            return values
+        old = self.scales.values[self.rows]
+        groups = values.reshape(*old.shape, -1)
+        new = best_scales((groups / old.unsqueeze(-1)).flatten(1), old, target, hessian)
+        new = _round_scale(new, old, self.scheme)
+        self.scales.values[self.rows] = new
+        self.scales.are_fitted = True
+        return (groups * (new / old).unsqueeze(-1)).flatten(1)
 
 
 def _refit_(
@@ -139,7 +205,7 @@ def _refit_(
     quantizer = layer.weight_quantizer
     assert quantizer is not None and quantizer.scale is not None
     old, scheme = quantizer.scale, quantizer.scheme
-    by_row = old if layer.input_axis or old.dim() < 2 else old.T
+    by_row = _scales_by_row(layer)
     scales = by_row.reshape(len(weight), -1).float()
     groups = rounded.reshape(*scales.shape, -1)
     least = _stored_minima(scales, quantizer.zero_point, scheme, by_row is old)
@@ -147,17 +213,45 @@ def _refit_(
         groups = groups + least
         weight = (weight.view_as(groups) + least).flatten(1)
     new = _best_by_group((groups / scales.unsqueeze(-1)).flatten(1), scales, weight, hessian)
-    new = round_scale(new, scheme.scale, signs=scales if scheme.signed_scales else None)
-    values = groups * (new.float() / scales).unsqueeze(-1)
+    new = _round_scale(new, scales, scheme)
+    values = groups * (new / scales).unsqueeze(-1)
     if least is not None:
         values -= least
         zeros = (least.squeeze(-1) / new).reshape(by_row.shape)
         quantizer.zero_point = zeros if by_row is old else zeros.T.contiguous()
-    new = new.reshape(by_row.shape)
-    quantizer.scale = new if by_row is old else new.T.contiguous()
+    return _write_scales_(layer, values.flatten(1), new)
+
+
+def _scales_by_row(layer: FakeQuantizedLayer) -> torch.Tensor:
+    """Return the scales of a weight with outputs along the first axis."""
+    assert layer.weight_quantizer is not None and layer.weight_quantizer.scale is not None
+    scale = layer.weight_quantizer.scale
+    return scale if layer.input_axis or scale.dim() < 2 else scale.T
+
+
+def _round_scale(new: torch.Tensor, old: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Return scales in their stored format as float32, with the signs of the old ones if any."""
+    return round_scale(new, scheme.scale, signs=old if scheme.signed_scales else None).float()
+
+
+def _write_scales_(
+    layer: FakeQuantizedLayer, values: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Replace the scales of a layer, (outputs, groups), and return its values under them exactly.
+
+    Args:
+        layer: The layer.
+        values: Codes times scales, up to rounding errors, (outputs, inputs).
+        scales: The scales.
+    """
+    quantizer = layer.weight_quantizer
+    assert quantizer is not None and quantizer.scale is not None
+    by_row = _scales_by_row(layer)
+    new = scales.reshape(by_row.shape).to(by_row.dtype)
+    quantizer.scale = new if by_row is quantizer.scale else new.T.contiguous()
     # `values` are off by a rounding error; quantizing them gives codes times scales exactly.
     state = QuantizedTensor.from_values(
-        quantizer.spec, layer.from_matrix(values.flatten(1)), quantizer.scale, quantizer.zero_point
+        quantizer.spec, layer.from_matrix(values), quantizer.scale, quantizer.zero_point
     )
     return layer.to_matrix(state.value(torch.float32))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from quark.torch.algorithm.clipping import weight_with_best_ranges
 from quark.torch.algorithm.damping import choose_damping
-from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
+from quark.torch.algorithm.gptq_solver import Inputs, Solver, inverse_factor, solve_columns
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.algorithm.layers import (
@@ -180,7 +180,7 @@ def round_by_input(
     grams: Mapping[str, Gram],
     damping: float,
     by_magnitude: bool,
-    solver_of: Callable[[str], Solver] = lambda name: round_columns,
+    solver_of: Callable[[str], Solver] = lambda name: solve_columns,
     refits: int = 0,
 ) -> None:
     """Round layers in all processes, those that share statistics in one; see ``round_layers``.
@@ -214,7 +214,7 @@ def round_layer(
     gram: Gram,
     damping: float,
     by_magnitude: bool,
-    solver: Solver = round_columns,
+    solver: Solver = solve_columns,
     refits: int = 0,
 ) -> None:
     """Round the weight of one layer; see ``round_layers``."""
@@ -226,7 +226,7 @@ def round_layers(
     hessian: torch.Tensor | None,
     damping: float,
     by_magnitude: bool,
-    solver_of: Callable[[str], Solver] = lambda name: round_columns,
+    solver_of: Callable[[str], Solver] = lambda name: solve_columns,
     refits: int = 0,
     held_out: torch.Tensor | None = None,
 ) -> None:
@@ -239,8 +239,8 @@ def round_layers(
         damping: Fraction of the mean square of the inputs that is added to each square.
         by_magnitude: Whether to round the columns with the largest inputs first (act order).
         solver_of: Returns the function that rounds the weight of a layer, given its name:
-            ``round_columns``, or a function of the same signature.
-        refits: How many times to refit the scales to values of ``round_columns`` before that.
+            ``solve_columns``, or a function of the same signature.
+        refits: How many times to refit the scales to values of ``solve_columns`` before that.
         held_out: Share in the mean of one fold of the tokens; a stronger damping is chosen if that
             of the other fold rounds it better. None: ``damping`` is final.
     """
@@ -261,16 +261,20 @@ def round_layers(
         _order_columns(own, fraction, by_magnitude)
         for own, fraction in zip(hessians, dampings, strict=True)
     ]
-    steps = [(order, factor) for order, factor in ordered if factor is not None]
-    if len(steps) < len(ordered):
+    if any(factor is None for _, factor in ordered):
         for name in layers:
             logger.warning("%s: its Hessian cannot be inverted: rounded to the nearest.", name)
         return
     for own, fraction in zip(hessians, dampings, strict=True):
         own.diagonal().add_(fraction * own.diagonal().mean())
+    groups = [
+        Inputs(own, factor, order)
+        for own, (order, factor) in zip(hessians, ordered, strict=True)
+        if factor is not None
+    ]
     for name, layer in layers.items():
         matrix = weight_matrix(layer)
-        attempt = partial(_round_groups, matrix, steps)
+        attempt = partial(_round_groups, matrix, groups)
         attempts = [attempt] * refits + [partial(attempt, solve=solver_of(name))]
         rounded = round_and_refit(layer, matrix, hessian, attempts)
         write_weight_matrix_(layer, rounded)
@@ -311,16 +315,15 @@ def _order_columns(
 
 def _round_groups(
     matrix: torch.Tensor,
-    steps: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    groups: Sequence[Inputs],
     rounding: ColumnRounding,
-    solve: Solver = round_columns,
+    solve: Solver = solve_columns,
 ) -> torch.Tensor:
-    """Return a matrix rounded, each group of rows by the order and factor of its own inputs."""
-    if len(steps) == 1:
-        [(order, factor)] = steps
-        return solve(matrix, factor, order, rounding)[0]
+    """Return a matrix rounded, each group of rows by its own inputs."""
+    if len(groups) == 1:
+        return solve(matrix, groups[0], rounding)
     parts = []
-    for rows, (order, factor) in zip(split_rows(len(matrix), len(steps)), steps, strict=True):
+    for rows, inputs in zip(split_rows(len(matrix), len(groups)), groups, strict=True):
         numbers = torch.arange(rows.start, rows.stop, device=matrix.device)
-        parts.append(solve(matrix[rows], factor, order, rounding.select_rows(numbers))[0])
+        parts.append(solve(matrix[rows], inputs, rounding.select_rows(numbers)))
     return torch.cat(parts)

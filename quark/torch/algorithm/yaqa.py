@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from quark.torch.algorithm.gptq_solver import Solver, inverse_factor, round_columns
+from quark.torch.algorithm.gptq_solver import (
+    Inputs,
+    Solver,
+    descend_columns,
+    descent_factor,
+    inverse_factor,
+    solve_columns,
+)
 from quark.torch.algorithm.input_correction import correct_and_round, correction_work
 from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
 from quark.torch.algorithm.weight_rounding import (
@@ -42,7 +49,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 logger = logging.getLogger(__name__)
 
-ROW_CHUNKS = 16  # chunks of rows; rows of one chunk do not compensate for each other
+ROW_CHUNKS = 32  # chunks of rows; rows of one chunk do not compensate for each other
 
 
 def check(options: YaqaConfig, layers: Mapping[str, QuantizationConfig]) -> None:
@@ -76,7 +83,7 @@ def apply(context: Context, options: YaqaConfig) -> None:
         def solver_of(name: str) -> Solver:
             output_hessian = gradients.output_hessian(name)
             if output_hessian is None or context.layers[name].channel_groups > 1:
-                return round_columns
+                return solve_columns
             damping = options.output_damp_percent
             return partial(
                 round_rows_and_columns, output_hessian=output_hessian, output_damping=damping
@@ -97,52 +104,47 @@ def apply(context: Context, options: YaqaConfig) -> None:
 
 def round_rows_and_columns(
     weight: torch.Tensor,
-    factor: torch.Tensor,
-    order: torch.Tensor,
+    inputs: Inputs,
     rounding: ColumnRounding,
     output_hessian: torch.Tensor,
     output_damping: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight so that later columns and later rows compensate for errors.
+) -> torch.Tensor:
+    """Return a weight rounded so that later columns and later rows compensate for errors.
 
     Rows are taken in order of decreasing diagonal of O. After each chunk of rows changed by D₁, the
-    best remaining rows are W₂ - O₂₂⁻¹ O₂₁ D₁, whatever H is.
+    best remaining rows are W₂ - O₂₂⁻¹ O₂₁ D₁, whatever H is. So each chunk has its own target: it
+    is rounded by GPTQ and by one sweep of coordinate descent, and its scales are fitted, before the
+    rows behind it compensate for what is left.
 
     Args:
         weight: (outputs, inputs) float32.
-        factor: See ``round_columns``.
-        order: See ``round_columns``.
+        inputs: See ``Solver``.
         rounding: See ``round_columns``.
         output_hessian: Sum O of g gᵀ, (outputs, outputs).
         output_damping: Fraction of the mean of its diagonal that is added to the diagonal.
-
-    Returns:
-        The rounded weight; and the errors, whose sum of squares is tr(O D H Dᵀ) with O and H
-        damped, except for the terms between different rows of one chunk.
     """
-    # Example with 64 rows: 16 chunks of 4. Rows 0..3 (by importance) are rounded as by GPTQ. With
+    # Example with 128 rows: 32 chunks of 4. Rows 0..3 (by importance) are rounded alone. With
     # F the factor of O (Fᵀ F = O⁻¹), S solves F₁₁ᵀ S = W₁ - Q₁, and W₂ becomes W₂ - F₁₂ᵀ S. This
     # is GPTQ's step from columns 0..3 to all later columns, here from rows to rows.
     rows = torch.argsort(output_hessian.diagonal(), descending=True, stable=True)
     row_factor = inverse_factor(output_hessian[rows][:, rows], output_damping)
     if row_factor is None:
-        return round_columns(weight, factor, order, rounding)
-    remaining = weight[rows]
-    result, errors = torch.empty_like(weight), torch.empty_like(weight)
+        return solve_columns(weight, inputs, rounding)
+    remaining, result = weight[rows], torch.empty_like(weight)
+    descent = descent_factor(inputs)
     step = -(-len(rows) // ROW_CHUNKS)
     for start in range(0, len(rows), step):
         end = start + step
-        chunk = rows[start:end]
-        values, column_errors = round_columns(
-            remaining[start:end], factor, order, rounding.select_rows(chunk)
-        )
+        chunk, target = rows[start:end], remaining[start:end]
+        chunk_rounding = rounding.select_rows(chunk)
+        values = solve_columns(target, inputs, chunk_rounding)
+        values = descend_columns(values, target, inputs, descent, chunk_rounding)
+        values = chunk_rounding.refit(values, target, inputs.hessian)
         own = row_factor[start:end, start:end].T
-        change = remaining[start:end] - values
-        solution = torch.linalg.solve_triangular(own, change, upper=False)
+        solution = torch.linalg.solve_triangular(own, target - values, upper=False)
         remaining[end:].addmm_(row_factor[start:end, end:].T, solution, alpha=-1)
         result[chunk] = values
-        errors[chunk] = torch.linalg.solve_triangular(own, column_errors, upper=False)
-    return result, errors
+    return result
 
 
 class GradientStatistics:
@@ -281,14 +283,18 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
     rows = [layer.outputs for layer in block.layers if layer.share == 1]
     sums = sum(FLOAT32 * n * n for n in rows)
     factor = FLOAT32 * 6 * max(rows, default=0) ** 2
+    descent = block.largest(lambda x: FLOAT32 * 2 * x.inputs**2)
     graph = FLOAT32 * data.batch * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
     loss = (data.itemsize + 3 * FLOAT32) * data.batch * data.labels
     memory = max(own.memory, sums + max(graph, loss))
     return own._replace(
         memory=memory,
-        solving=max(own.memory + own.solving + factor - memory, 0),
+        solving=max(own.memory + own.solving + factor + descent - memory, 0),
         passes=own.passes + 4,
-        flops=own.flops + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
+        # A sweep and a refit multiply by H once each, and change later columns or groups.
+        flops=own.flops
+        + sum(6.0 * x.outputs * x.inputs**2 for x in block.layers if x.share == 1)
+        + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
         stores=max(own.stores, data.blocks + 3),
         reads=4 + own.reads,  # the loss is tried, stacks are found, all runs forward and backward
         held=sums,

@@ -27,6 +27,18 @@ class ColumnRounding(Protocol):
         """Return the rounding of some rows, (rows,) int64, of every column."""
         ...
 
+    def refit(
+        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    ) -> torch.Tensor:
+        """Return rounded values under scales that fit a target better, where scales may change.
+
+        Args:
+            values: Rounded values, (rows, columns) float32.
+            target: What they stand for, likewise.
+            hessian: Weight of errors, (columns, columns), positive definite.
+        """
+        ...
+
 
 class ColumnRounder:
     """Rounds columns under given scales; see ``ColumnRounding``.
@@ -80,6 +92,12 @@ class ColumnRounder:
         """Return the rounding of some rows of every column."""
         return ColumnRounder(self.factors.select_rows(rows), self.scheme)
 
+    def refit(
+        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the values: the scales are final."""
+        return values
+
 
 class ZeroKeepingRounder:
     """Rounds columns of a pruned matrix, whose zeros stay zero; see ``ColumnRounding``.
@@ -100,3 +118,9 @@ class ZeroKeepingRounder:
     def select_rows(self, rows: torch.Tensor) -> ZeroKeepingRounder:
         """Return the rounding of some rows of every column."""
         return ZeroKeepingRounder(self.rounding.select_rows(rows), self.zeros[rows])
+
+    def refit(
+        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the values under the scales of the other rounding; zeros stay zero."""
+        return self.rounding.refit(values, target, hessian)

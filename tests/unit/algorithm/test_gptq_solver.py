@@ -1,10 +1,18 @@
 """The mathematics of GPTQ, against its definition."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from quark.torch.algorithm import gptq_solver
-from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
+from quark.torch.algorithm.gptq_solver import (
+    Inputs,
+    descend_columns,
+    descent_factor,
+    inverse_factor,
+    round_columns,
+)
 
 INPUTS, OUTPUTS, TOKENS = 128, 24, 512
 DAMPING = 0.01
@@ -83,3 +91,59 @@ def test_an_order_is_that_of_turned_columns():
     found, errors = round_columns(weight, upper, order, quarters)
     turned, turned_errors = round_columns(weight[:, order], upper, torch.arange(INPUTS), quarters)
     assert torch.equal(found[:, order], turned) and torch.equal(errors[:, order], turned_errors)
+
+
+# ---- coordinate descent -------------------------------------------------------------------------
+
+
+def swept(values, weight, hessian, order, rounding=quarters):
+    inputs = Inputs(hessian, torch.empty(0), order)  # a sweep takes no inverse factor
+    return descend_columns(values, weight, inputs, descent_factor(inputs), rounding)
+
+
+def loss(values, weight, hessian):
+    lost = values - weight
+    return float(((lost @ hessian) * lost).sum())
+
+
+@pytest.mark.parametrize("inputs", [5, 16, 40, INPUTS])
+def test_a_sweep_changes_each_column_to_what_is_best_for_it(inputs):
+    """Beside a loop over single weights, which tries the codes around each."""
+    weight, _, damped = problem(inputs)
+    order = torch.randperm(inputs, generator=generator(5))
+    start = quarters(weight, 0)
+    expected = start.clone()
+    for column in order.tolist():
+        for row in range(OUTPUTS):
+            tried = expected[row].repeat(81, 1)
+            tried[:, column] += torch.arange(-40, 41) / 4
+            lost = tried - weight[row]
+            expected[row] = tried[((lost @ damped) * lost).sum(1).argmin()]
+    found = swept(start, weight, damped, order)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert loss(found, weight, damped) < loss(start, weight, damped)
+
+
+def test_sweeps_improve_what_columns_made_up_for_and_come_to_an_end():
+    weight, hessian, damped = problem()
+    order = torch.argsort(damped.diagonal(), descending=True)
+    factor = inverse_factor(hessian[order][:, order].clone(), DAMPING)
+    values, _ = round_columns(weight, factor, order, quarters)
+    losses = [loss(values, weight, damped)]
+    for _ in range(50):
+        values = swept(values, weight, damped, order)
+        losses.append(loss(values, weight, damped))
+    assert all(after <= before for before, after in pairwise(losses))
+    assert losses[1] < losses[0] and losses[-1] == losses[-2]
+
+
+def test_a_sweep_keeps_zeros_that_the_rounding_keeps():
+    weight, _, damped = problem()
+    zeros = torch.rand(weight.shape, generator=generator(6)) < 0.5
+
+    def keeping(x, column):
+        return quarters(x, column).masked_fill(zeros[:, column], 0.0)
+
+    start = quarters(weight, 0).masked_fill(zeros, 0.0)
+    found = swept(start, weight, damped, torch.arange(INPUTS), keeping)
+    assert not found[zeros].any() and loss(found, weight, damped) < loss(start, weight, damped)

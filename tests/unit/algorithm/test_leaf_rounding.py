@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from quark.torch.algorithm import leaf_rounding
-from quark.torch.algorithm.gptq_solver import round_columns
+from quark.torch.algorithm.gptq_solver import (
+    Inputs,
+    descend_columns,
+    descent_factor,
+    round_columns,
+)
 from quark.torch.numerics.column_rounder import ColumnRounder
 from quark.torch.numerics.native import compilation
 from quark.torch.numerics.qdq import Factors
@@ -20,6 +25,7 @@ INPUTS = 40
 def small_weights(monkeypatch):
     """Small weights take the kernel too, on one thread: torch may divide rows among several."""
     monkeypatch.setattr(compilation, "LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(leaf_rounding, "_LEAST_IN_MEMORY", 1)
     monkeypatch.delenv(compilation.SWITCH, raising=False)
     leaf_rounding._rows_rounded_once.cache_clear()
     threads = torch.get_num_threads()
@@ -54,6 +60,33 @@ def test_the_bits_are_those_of_torch(rows, name, monkeypatch):
     assert not calls
     assert torch.equal(solved(given, monkeypatch, kernel=True), expected)
     assert calls
+
+
+@pytest.mark.parametrize("rows", [7, 33, 300])
+def test_the_bits_of_a_sweep_are_those_of_torch(rows, monkeypatch):
+    weight, factor, order, rounding = problem(rows)
+    hessian = factor.T @ factor + torch.eye(INPUTS)
+    inputs = Inputs(hessian, factor, order)
+    current = torch.stack([rounding(weight[:, i] + 0.3, i) for i in range(INPUTS)], 1)
+    given = current, weight, inputs, descent_factor(inputs), rounding
+    calls, run = [], leaf_rounding._by_kernel
+    monkeypatch.setattr(leaf_rounding, "_by_kernel", lambda *args: calls.append(1) or run(*args))
+    results = []
+    for kernels in ("torch", "auto"):
+        monkeypatch.setenv(compilation.SWITCH, kernels)
+        results.append(descend_columns(*given))
+        assert bool(calls) == (kernels == "auto")
+    assert torch.equal(*results) and not torch.equal(results[0], current)
+
+
+def test_few_rows_take_the_kernel_once_numba_is_in_memory(monkeypatch):
+    _, factor, order, rounding = problem(32)
+    columns = leaf_rounding.Columns(torch.ones(INPUTS, 32), None, None, factor, order)
+    monkeypatch.setattr(compilation, "LEAST_ELEMENTS", INPUTS * 32 + 1)
+    monkeypatch.setattr(leaf_rounding, "_LEAST_IN_MEMORY", INPUTS * 32)
+    assert leaf_rounding._kernel(columns, rounding) is not None
+    monkeypatch.setattr(leaf_rounding, "is_in_memory", lambda: False)
+    assert leaf_rounding._kernel(columns, rounding) is None
 
 
 def test_values_that_are_not_finite_and_zeros_of_both_signs(monkeypatch):

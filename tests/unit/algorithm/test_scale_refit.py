@@ -149,3 +149,56 @@ def test_fitted_scales_are_in_super_blocks(name, kind):
 def test_other_scales_stay(name):
     layer = layer_of(scheme(name).weight)
     assert turns(layer, nn.Linear) == (1, False)
+
+
+# ---- scales of rows -----------------------------------------------------------------------------
+
+
+def rounded_by_parts(layer, target):
+    """Round and fit three parts of the rows in turn; return the result and what each part gave."""
+    hessian = torch.eye(128) + torch.full((128, 128), 0.3)
+    given = {}
+
+    def attempt(rounding):
+        result = torch.empty_like(target)
+        for rows in torch.randperm(len(target), generator=torch.Generator().manual_seed(2)).chunk(
+            3
+        ):
+            own = rounding.select_rows(rows)
+            values = torch.stack([own(target[rows][:, i], i) for i in range(128)], 1)
+            result[rows] = own.refit(values, target[rows], hessian)
+            given.update(zip(rows.tolist(), zip(values, result[rows], strict=True), strict=True))
+        return result
+
+    found = round_and_refit(layer, target.clone(), hessian, [attempt])
+    return found, given, hessian
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+@pytest.mark.parametrize("name", (*FITTED, "int4_wo_signed_32"))
+def test_rows_are_fitted_where_they_are_rounded(name, kind):
+    """The scales are those of the parts: the weight is not fitted as a whole behind them."""
+    layer = layer_of(scheme(name).weight, kind)
+    before = layer.weight_quantizer.scale.clone()
+    rows = (layer.weight.T if kind is Conv1D else layer.weight).detach()
+    target = rows + 0.05 * rows.roll(1, 0)  # not the weight: what the rows should compensate for
+    found, given, hessian = rounded_by_parts(layer, target)
+    assert not torch.equal(layer.weight_quantizer.scale, before)
+    assert torch.equal(layer.weight_quantizer.scale < 0, before < 0)
+    for row, (values, fitted) in given.items():
+        torch.testing.assert_close(found[row], fitted, rtol=1e-5, atol=1e-6)
+        losses = [float((x - target[row]) @ hessian @ (x - target[row])) for x in (values, fitted)]
+        assert losses[1] <= losses[0] * (1 + 1e-5)
+    layer.weight.data.copy_(found.T if kind is Conv1D else found)
+    layer.frozen = True
+    assert torch.equal(layer.quantized_tensor("weight").value(torch.float32), layer.weight)
+
+
+@pytest.mark.parametrize("name", (*SUPER_BLOCKS, *FIXED))
+def test_scales_that_rows_do_not_own_are_left_by_rows(name):
+    spec = scheme(name).weight
+    if spec.scheme.scale.span:
+        spec = spec.changed(observer_cls="PerGroupMinMaxObserver")
+    layer = layer_of(spec, width=OUTPUTS)
+    _, given, _ = rounded_by_parts(layer, layer.weight.detach().clone())
+    assert all(torch.equal(values, fitted) for values, fitted in given.values())

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quark.torch.algorithm import weight_rounding
-from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns
+from quark.torch.algorithm.gptq_solver import inverse_factor, round_columns, solve_columns
 from quark.torch.algorithm.weight_rounding import (
     pool_expert_statistics,
     round_by_input,
@@ -79,7 +79,7 @@ def rows_of(layer):
     return (layer.weight.T if isinstance(layer, Conv1D) else layer.weight).detach().clone()
 
 
-def rounded(layer, gram, damping=DAMPING, by_magnitude=True, solver=round_columns):
+def rounded(layer, gram, damping=DAMPING, by_magnitude=True, solver=solve_columns):
     """Return the rows of a layer after GPTQ."""
     round_layer("layer", layer, gram, damping, by_magnitude, solver)
     return rows_of(layer)
@@ -94,9 +94,9 @@ def rounded(layer, gram, damping=DAMPING, by_magnitude=True, solver=round_column
 def test_errors_add_up_to_the_damped_error_of_outputs(name, kind):
     kept = []
 
-    def watched(*args):
-        kept.append(round_columns(*args))
-        return kept[-1]
+    def watched(weight, inputs, rounding):
+        kept.append(round_columns(weight, inputs.factor, inputs.order, rounding))
+        return kept[-1][0]
 
     layer, x = layer_of(WEIGHTS[name], kind), correlated()
     before = rows_of(layer).double()

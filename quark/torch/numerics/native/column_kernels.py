@@ -26,6 +26,7 @@ def _fused(builder: Any, ir: Any, a: Any, b: Any, c: Any) -> Any:
 @native_function
 def round_columns(
     remaining: Array,
+    current: Array,
     rounded: Array,
     errors: Array,
     factor: Array,
@@ -40,6 +41,7 @@ def round_columns(
 
     Args:
         remaining: Values in the order of rounding, float32 (columns, rows), changed.
+        current: Values from which errors count, likewise; may be ``remaining``.
         rounded: Gets the rounded values, likewise.
         errors: Gets the errors, likewise.
         factor: Upper triangular factor of these columns, float32 (columns, columns).
@@ -56,6 +58,7 @@ def round_columns(
         whole = min(max(fused - first, 0), rows.stop - first)
         for i in range(remaining.shape[0]):
             column, error, values = remaining[i, rows], errors[i, rows], rounded[i, rows]
+            given = current[i, rows]
             times, by, diagonal = scale[order[i], rows], inverse[order[i], rows], factor[i, i]
             for r in range(column.shape[0]):
                 code = column[r] * by[r]
@@ -63,7 +66,7 @@ def round_columns(
                 code = most if code > most else code
                 value = ((code + _ROUNDER) - _ROUNDER) * times[r]
                 values[r] = value
-                error[r] = (column[r] - value) / diagonal
+                error[r] = (given[r] - value) / diagonal
             for j in range(i + 1, remaining.shape[0]):
                 weight, later = -factor[i, j], remaining[j, rows]
                 for r in range(whole):

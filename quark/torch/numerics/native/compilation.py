@@ -287,6 +287,11 @@ def _has_numba() -> bool:
     return not numba.config.DISABLE_JIT
 
 
+def is_in_memory() -> bool:
+    """Whether the process has imported numba, which takes seconds and memory."""
+    return "numba" in sys.modules
+
+
 def can_run(*tensors: torch.Tensor | None, least: int | None = None) -> bool:
     """Whether kernels may process tensors: on the CPU, large enough, without gradients or tracing.
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @triton_function
 def round_panel(
     remaining,
+    current,
     rounded,
     errors,
     factor,
@@ -42,11 +43,12 @@ def round_panel(
 ):
     """Round ``steps`` columns from ``start`` on. The grid is (tiles of rows,).
 
-    Tensors are (inputs, rows): ``remaining`` has the values in the order of rounding, ``rounded``
-    and ``errors`` get the results. ``order`` (inputs,) has the index of each column in the weight,
-    to which ``scales``, ``zeros`` (or None) and ``pruned`` (which weights stay zero, or None)
-    belong. The elements of a column of ``factor``, upper triangular, are ``below`` apart, and the
-    elements of a row ``beside``. A tile is WIDTH >= ``steps`` columns of BLOCK_M rows.
+    Tensors are (inputs, rows): ``remaining`` has the values in the order of rounding, ``current``
+    those from which errors count (or is None), ``rounded`` and ``errors`` get the results.
+    ``order`` (inputs,) has the index of each column in the weight, to which ``scales``, ``zeros``
+    (or None) and ``pruned`` (which weights stay zero, or None) belong. The elements of a column of
+    ``factor``, upper triangular, are ``below`` apart, and the elements of a row ``beside``. A tile
+    is WIDTH >= ``steps`` columns of BLOCK_M rows.
     """
     row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     is_row = row < rows
@@ -64,8 +66,9 @@ def round_panel(
         if pruned is not None:
             result = tl.where(tl.load(pruned + place, mask=is_row, other=0) != 0, 0.0, result)
         diagonal = factor + (start + i).to(tl.int64) * (below + beside)
-        error = tl.div_rn(column - result, tl.load(diagonal))
         done = (start + i).to(tl.int64) * rows + row
+        given = column if current is None else tl.load(current + done, mask=is_row, other=0.0)
+        error = tl.div_rn(given - result, tl.load(diagonal))
         tl.store(rounded + done, result, mask=is_row)
         tl.store(errors + done, error, mask=is_row)
         behind = (step > i) & (step < steps)

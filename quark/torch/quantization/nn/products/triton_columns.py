@@ -60,6 +60,7 @@ class PanelRounding(NamedTuple):
         order: torch.Tensor,
         start: int,
         end: int,
+        current: torch.Tensor | None = None,
     ) -> None:
         """Round columns ``start`` to ``end``; each changes the columns of the panel after it.
 
@@ -71,13 +72,14 @@ class PanelRounding(NamedTuple):
             order: Index of each column in the matrix, (columns,) int64.
             start: First column.
             end: First column after them, at most ``PANEL`` further.
+            current: Values from which errors count, (columns, rows); None for those that remain.
         """
         rows = remaining.shape[1]
         scale, _, zeros = self.factors
         case = Case.of(self.scheme, torch.float32)
         with launches_on(remaining.device):
             launch = triton_column_kernels.round_panel[(-(-rows // _ROWS),)]
-            tensors = remaining, rounded, errors, factor, order, scale, zeros, self.pruned
+            tensors = remaining, current, rounded, errors, factor, order, scale, zeros, self.pruned
             sizes = start, end - start, rows, *factor.stride()
             tile = {"WIDTH": PANEL, "BLOCK_M": _ROWS}
             launch(*tensors, *sizes, CASE=case, **tile, enable_fp_fusion=False)

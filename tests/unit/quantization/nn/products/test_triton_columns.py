@@ -125,6 +125,24 @@ def test_zeros_of_pruned_weights_stay():
 
 
 @runs_triton
+@pytest.mark.parametrize("name", ["int4_wo_32", "w_uint4_per_group_asym", "mxfp4"])
+def test_a_sweep_counts_errors_from_the_present_values(name, monkeypatch):
+    """Beside operations of torch, which may round a product and a sum once."""
+    weight, factor, order = problem()
+    rounding = rounding_of(name, weight)
+    hessian = factor.T @ factor + torch.eye(INPUTS, device=DEVICE)
+    inputs = gptq_solver.Inputs(hessian, factor, order)
+    start = torch.stack([rounding(weight[:, i] * 1.1, i) for i in range(INPUTS)], 1)
+    given = start, weight, inputs, gptq_solver.descent_factor(inputs), rounding
+    assert triton_columns.panel_rounding(rounding, weight.device) is not None
+    found, count = launched(lambda: gptq_solver.descend_columns(*given))
+    assert count == 2
+    monkeypatch.delitem(gptq_solver.PANELS, DEVICE)
+    expected = gptq_solver.descend_columns(*given)
+    assert (found != expected).float().mean() < 0.01 and not torch.equal(found, start)
+
+
+@runs_triton
 def test_two_stages_are_rounded_column_by_column():
     weight, factor, order = problem()
     rounding = rounding_of("int4_fp8", weight)
