@@ -288,7 +288,7 @@ class YaqaConfig(SolverConfig):
 
     name: str = "yaqa"
     damp_percent: float = 0.01
-    output_damp_percent: float = 0.1
+    output_damp_percent: float = 0.3
 
 
 @dataclass
