@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
@@ -51,7 +52,7 @@ def check_outputs(model: nn.Module, config: Config) -> None:
         )
 
 
-def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
+def check_patterns(request: Request, model: nn.Module, config: Config) -> Config:
     """Check that each pattern of layers matches one, and decides about it.
 
     A list of ``--exclude_layers`` replaces the default, so a misspelt name would quantize the
@@ -64,6 +65,9 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
         model: The float model, which may be on the meta device, or a graph.
         config: How it will be quantized.
 
+    Returns:
+        The configuration without the patterns that were warned of.
+
     Raises:
         typer.BadParameter: Patterns match no layer that can be quantized, or one of a scheme or a
             group size none that it decides about.
@@ -71,13 +75,14 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
     given = [("--group_size_per_layer", pattern) for pattern, _ in request.layer_group_sizes]
     given += [("--layer_quant_scheme", pattern) for pattern, _ in request.layer_schemes]
     if not (given or request.excluded):
-        return
+        return config
     layers, exclude = _names_in(model, config)
     known = [name for names in layers for name in names]
-    check_exclusions(request.excluded or [], model, known, _default_of(model))
+    idle = check_exclusions(request.excluded or [], model, known, _default_of(model))
     _check_decisions(request, given, layers, exclude)
     if request.excluded:
         _warn_of_quantized_head(model, [*exclude, *(pattern for _, pattern in given)])
+    return replace(config, exclude=[pattern for pattern in config.exclude if pattern not in idle])
 
 
 def _default_of(model: nn.Module) -> str:

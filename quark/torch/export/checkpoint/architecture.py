@@ -160,4 +160,9 @@ def _maps(config: Any, cls: type) -> bool:
 
 def _unreadable(where: Path, error: Exception) -> ValueError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if "trust_remote_code=True" in str(error):
+        return ValueError(
+            f"{where} holds Python code, which builds the model. Read it; if you trust it, set "
+            "trust_remote_code (--trust_remote_code)."
+        )
     return ValueError(f"{where}: Transformers cannot build the model it describes: {lines[0]}")
