@@ -264,7 +264,7 @@ def say(text: str) -> None:
 
 def show_code(*lines: str) -> None:
     """Print lines of code without line breaks."""
-    for line in lines:
+    for line in "\n".join(lines).splitlines():
         out.print(f"    [cyan]{escape(line)}[/]", soft_wrap=True)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.base import Container, ExportSettings, in_quotes
 from quark.torch.files import Target
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.export import ONNX_FILE
@@ -74,7 +73,7 @@ class Onnx(Container):
 
     def load_code(self, path: Path) -> str:
         """Return the line that loads the graph with ONNX Runtime."""
-        return f"session = onnxruntime.InferenceSession({json.dumps(str(path / ONNX_FILE))})"
+        return f"session = onnxruntime.InferenceSession({in_quotes(path / ONNX_FILE)})"
 
 
 def _token_ids(model: Any) -> dict[str, torch.Tensor]:

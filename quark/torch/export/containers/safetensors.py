@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -21,7 +20,7 @@ from quark.torch.export.checkpoint.config_json import (
 from quark.torch.export.checkpoint.headers import NATIVE, Entry, Headers
 from quark.torch.export.checkpoint_contents import Contents, summarize
 from quark.torch.export.containers import vllm
-from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.base import Container, ExportSettings, in_quotes
 from quark.torch.export.containers.recognition import recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
@@ -213,7 +212,7 @@ class Safetensors(TensorDirectory):
         is_rotated = (config.get(SECTION) or {}).get("transform_config")
         if is_missing or is_rotated or self._has_packed_offsets(path):
             return super().load_code(path)
-        where = json.dumps(str(path)) + (", trust_remote_code=True" if _has_code(config) else "")
+        where = in_quotes(path) + (", trust_remote_code=True" if _has_code(config) else "")
         return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"
 
     def _has_packed_offsets(self, path: Path) -> bool:
