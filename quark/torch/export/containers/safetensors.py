@@ -211,9 +211,10 @@ class Safetensors(TensorDirectory):
         # Transformers leaves out rotations of inputs.
         is_rotated = (config.get(SECTION) or {}).get("transform_config")
         if is_missing or is_rotated or self._has_packed_offsets(path):
-            return super().load_code(path)
-        where = in_quotes(path) + (", trust_remote_code=True" if _has_code(config) else "")
-        return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"
+            line = super().load_code(path)
+        else:
+            line = f"model = transformers.{_loading_class(path)}.from_pretrained({in_quotes(path)})"
+        return f"{line[:-1]}, trust_remote_code=True)" if _has_code(config) else line
 
     def _has_packed_offsets(self, path: Path) -> bool:
         """Whether zero points are packed as compressed-tensors does: Transformers expects others.

@@ -44,8 +44,14 @@ def make_algo_configs(
         given: Options by name, instead of the default ones.
 
     Raises:
+        TypeError: Options are not of the class of an algorithm.
         ValueError: A name is unknown; the message names the nearest.
     """
+    for name, options in given.items():
+        if not isinstance(options, AlgoConfig):
+            cls = ALGO_CONFIGS.get(name, AlgoConfig).__name__
+            kind = type(options).__name__
+            raise TypeError(f"algo_configs: the options of {name} are a {kind}: give {cls}(…).")
     names = [names] if isinstance(names, str) else names or []
     aliases = {"smoothquant": "smooth"}
     configs = []
