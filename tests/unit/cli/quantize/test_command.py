@@ -284,13 +284,6 @@ def test_excluded_layers_are_left_alone(flags, left, quantize):
     assert {name.rpartition(".")[2].removesuffix("_proj") for name in plain} == left
 
 
-def test_a_pattern_without_a_layer_is_warned_of_once(quantize, caplog):
-    path, _ = quantize("--quant_scheme", "int8_wo", "--exclude_layers", "lm_head", "*gate_up*")
-    [said] = [record.getMessage() for record in caplog.records if "gate_up" in record.getMessage()]
-    assert said == "--exclude_layers: no layer matches '*gate_up*'. Nearest: gate_proj."
-    assert section(path)["exclude"] == ["lm_head"]
-
-
 def test_a_scheme_for_some_layers(quantize):
     flags = ["--layer_quant_scheme", "*down_proj", "int4_wo_32"]
     stored = tensors(quantize("--quant_scheme", "int8_wo", *flags)[0])
