@@ -17,10 +17,16 @@ BERT = {
     "num_attention_heads": 2,
 }
 T5 = {"vocab_size": 2048, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+CLIP = {
+    "text_config": BERT,
+    "vision_config": BERT | {"image_size": 16, "patch_size": 8},
+    "projection_dim": 16,
+}
 MODELS = {
     "masked": ("BertForMaskedLM", BERT),
     "classes": ("BertForSequenceClassification", BERT),
     "encoder-decoder": ("T5ForConditionalGeneration", T5 | {"decoder_start_token_id": 0}),
+    "both": ("CLIPModel", CLIP),
     "images": ("ViTForImageClassification", BERT | {"image_size": 16, "patch_size": 8}),
 }
 SEARCH = ["--formats", "int4_wo_32,int8_wo", "--target_bits", 6, "--output", "mixed.json"]
@@ -85,6 +91,28 @@ def test_no_perplexity_after_quantizing(quark, models, tmp_path):
     text.write_text("one two three " * 99, encoding="utf-8")
     result = quark(*report, *page, "--overwrite", "--dataset", text)
     assert (result.exit_code, "Leave --dataset out" in result.stderr) == (2, True)
+
+
+def test_graphs_of_onnx(quark, models, tmp_path):
+    """An encoder-decoder is traced with tokens for its decoder; images are not traced."""
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    flags = ["--output_dir", tmp_path / "out", "--quant_scheme", "int8_wo"]
+    flags += ["--model_export", "onnx", "--verify"]
+    refused = quark("quantize", "--model_dir", models / "images", *flags)
+    assert refused.exit_code == 2, refused.output
+    assert "ViTForImageClassification reads pixel_values. Write hf_format, or" in refused.stderr
+    made = quark("quantize", "--model_dir", models / "encoder-decoder", *flags)
+    assert made.exit_code == 0, made.output
+    assert "verified" in made.stdout
+
+
+def test_text_for_a_model_that_takes_images_too(quark, models, tmp_path):
+    place = ["--model_dir", models / "both", "--output_dir", tmp_path / "out"]
+    refused = quark("quantize", *place, "--quant_scheme", "int8", *SHORT)
+    assert refused.exit_code == 1, refused.output
+    assert "CLIPModel does not run on this data" in refused.stderr
+    assert "it takes more arguments, such as pixel_values beside input_ids" in refused.stderr
 
 
 @pytest.mark.parametrize("algorithm", ["cle", "rotation"])
