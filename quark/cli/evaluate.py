@@ -159,11 +159,8 @@ def evaluate(
     directories = [model_dir] if original is None else [original, model_dir]
     place: Any = {"device": accelerators.pick_device(device), "max_memory": max_memory}
     place["trust_remote_code"] = trust_remote_code
-    work: Any = {
-        "length": length,
-        "evaluated": counted_windows(limit),
-        "evaluated_batch": batch_size,
-    }
+    windows_of_text = counted_windows(limit)
+    work: Any = {"length": length, "evaluated": windows_of_text, "evaluated_batch": batch_size}
     for directory in directories:
         is_checked = check_digests and directory is model_dir
         models.check_model(directory, trust_remote_code, is_checked)

@@ -90,9 +90,9 @@ def inspect(
         return
     if is_hub_name(directory):
         with headers_of(directory.as_posix(), "DIR") as headers:
-            contents, on_disk = _read(headers), models.weight_bytes(headers)
+            contents, on_disk = _read(headers)
     else:
-        contents, on_disk = _read(directory), models.weight_bytes(directory)
+        contents, on_disk = _read(directory)
     summary, note = contents.summary, contents.note
     if as_json:
         facts = {"directory": str(directory), "model_type": contents.model_type}
@@ -163,8 +163,8 @@ def _check_tensors(place: Path) -> None:
         check_checkpoint(place)
 
 
-def _read(place: Path) -> Contents:
-    """Return what a checkpoint holds.
+def _read(place: Path) -> tuple[Contents, int]:
+    """Return what a checkpoint holds, and the bytes of its files with weights.
 
     Raises:
         typer.BadParameter: There is no checkpoint.
@@ -176,7 +176,7 @@ def _read(place: Path) -> Contents:
     container = find_container(place, "DIR")
     if container.has_config_json:
         models.read_config(place, "DIR")
-    return container.contents(place)
+    return container.contents(place), container.size(place)
 
 
 def _scheme_table(summary: Summary, is_understood: bool) -> Any:

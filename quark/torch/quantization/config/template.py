@@ -160,10 +160,7 @@ class LLMTemplate:
             patterns = self.query_patterns, self.kv_layers_name
             attention = Attention(attention_scheme, *patterns, min_kv_scale)
         algorithms = make_algo_configs(algorithm, algo_configs or {})
-        for name, options in (algo_configs or {}).items():
-            if any(options is applied for applied in algorithms):
-                continue
-            logger.warning("algo_configs: %s is not applied: name it in algorithm, too.", name)
+        _warn_of_unused(algo_configs or {}, algorithms)
         layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
         return build_config(
             self._scheme(scheme),
@@ -199,3 +196,10 @@ class LLMTemplate:
         """
         scheme, options = recipe(name)
         return replace(self.get_config(scheme), algo_config=options)
+
+
+def _warn_of_unused(given: dict[str, AlgoConfig], algorithms: list[AlgoConfig]) -> None:
+    """Warn of options of algorithms that are not applied."""
+    for name, options in given.items():
+        if not any(options is applied for applied in algorithms):
+            logger.warning("algo_configs: %s is not applied: name it in algorithm, too.", name)
