@@ -16,6 +16,7 @@ from quark.cli.memory_check import Measurement, check_measurement
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN, Json, add_verb, panel, verb
 from quark.cli.outputs import check_directory, check_offload_directory, check_room
+from quark.cli.predicted_text import check_reads_text
 from quark.cli.quantize.flags import CalibrationFlags, ModelFlags
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def _collect(request: CollectRequest) -> None:
     if request.offload_dir is not None:
         check_offload_directory(request.offload_dir)
     source = find_float_model(request)
+    check_reads_text(source, "--model_dir", request.trust_remote_code)
     check_measurement(describe_collection(request, source, request.probes))
     windows = read_windows(request, source)
     tokenizer = models.load_tokenizer(source, "--model_dir", request.trust_remote_code)
@@ -200,10 +202,11 @@ def collect(
     """Return statistics of a model on windows of text; see ``collect_statistics``."""
     import torch
 
+    from quark.torch.evaluation.samples import complete_batches
     from quark.torch.statistics.collection import collect_statistics
 
     with console.stage("collecting statistics"):
-        batches = [*torch.split(windows, request.batch_size)]
+        batches = complete_batches(model, torch.split(windows, request.batch_size))
         return collect_statistics(model, batches, probes, request.offload_dir, check_size)
 
 

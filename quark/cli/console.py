@@ -24,6 +24,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from quark.cli.fitting_table import FittingTable
+from quark.cli.option_words import in_json
 from quark.cli.other_names import advice
 from quark.torch import progress
 from quark.torch.quantization.config.name_lookup import printable
@@ -162,6 +164,8 @@ def report(error: Exception) -> int:
         text = _full_disk(error, text)
     elif not isinstance(error, (ValueError, OSError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
+    elif isinstance(error, ValueError):
+        text = in_json(text)
     _steps.error(text, exc_info=None if is_usage else error)
     hint = f" [dim]({context.command_path} --help)[/]" if context is not None else ""
     err.print(f"[bold red]error:[/] {escape(text)}{hint}", soft_wrap=True)
@@ -233,15 +237,20 @@ def stage(text: str, spinner: bool = False) -> Iterator[None]:
         err.print(f"  [dim]{text:<40} {seconds:6.1f} s[/]")
 
 
-def table(title: str | None = None) -> Table:
+def table(title: str | None = None) -> FittingTable:
     """Return an empty table in the common style."""
-    return Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+    return FittingTable(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="bold")
+
+
+def fits(table: FittingTable) -> bool:
+    """Return whether the terminal shows a table without breaking a word."""
+    return table.fits(out, out.options)
 
 
 def facts(rows: dict[str, str]) -> Table:
     """Return a table with two columns, name and value, and no header."""
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
+    grid.add_column(style="dim", overflow="fold")
     grid.add_column(overflow="fold")
     for name, value in rows.items():
         grid.add_row(f"  {name}", value)
@@ -255,7 +264,7 @@ def say(text: str) -> None:
 
 def show_code(*lines: str) -> None:
     """Print lines of code without line breaks."""
-    for line in lines:
+    for line in "\n".join(lines).splitlines():
         out.print(f"    [cyan]{escape(line)}[/]", soft_wrap=True)
 
 

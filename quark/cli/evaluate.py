@@ -36,10 +36,12 @@ from quark.cli.options import (
     panel,
 )
 from quark.cli.originals import check_original
+from quark.cli.predicted_text import check_predicts_text
 
 if TYPE_CHECKING:
     from torch import nn
 
+_REMEDY = "'quark report' without --dataset measures the errors of its weights."
 HELP = """
 Measure the perplexity of a model, and compare it with the original.
 
@@ -157,14 +159,12 @@ def evaluate(
     directories = [model_dir] if original is None else [original, model_dir]
     place: Any = {"device": accelerators.pick_device(device), "max_memory": max_memory}
     place["trust_remote_code"] = trust_remote_code
-    work: Any = {
-        "length": length,
-        "evaluated": counted_windows(limit),
-        "evaluated_batch": batch_size,
-    }
+    windows_of_text = counted_windows(limit)
+    work: Any = {"length": length, "evaluated": windows_of_text, "evaluated_batch": batch_size}
     for directory in directories:
         is_checked = check_digests and directory is model_dir
         models.check_model(directory, trust_remote_code, is_checked)
+        check_predicts_text(directory, "MODEL_DIR", _REMEDY, trust_remote_code)
         check_measurement(
             Measurement(source=directory, **work, keeps_codes=True, **place, dtype=data_type)
         )

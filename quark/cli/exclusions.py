@@ -16,7 +16,7 @@ logger = logging.getLogger("quark")
 
 def check_exclusions(
     patterns: Sequence[str], model: nn.Module, layers: Sequence[str], default: str = ""
-) -> None:
+) -> list[str]:
     """Check that a name matches a layer, and one of several patterns with wildcards.
 
     The other patterns are warned of: such a list serves models of several architectures. Modules
@@ -27,6 +27,9 @@ def check_exclusions(
         model: The float model, which may be on the meta device, or a graph.
         layers: Names of its layers that can be quantized.
         default: A sentence for the message: what stays in float without the flag.
+
+    Returns:
+        The patterns that were warned of.
 
     Raises:
         typer.BadParameter: A name or all patterns match nothing, or one only modules that hold
@@ -58,6 +61,7 @@ def check_exclusions(
         if "*" not in pattern or len(unknown) == len(patterns):
             raise console.wrong("--exclude_layers", said + default)
         logger.warning("--exclude_layers: %s", said)
+    return unknown
 
 
 def nearest_layers(pattern: str, layers: Sequence[str]) -> str:

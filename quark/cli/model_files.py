@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quark.cli.console import stage, wrong
+from quark.cli.missing_model import without_config
 
 if TYPE_CHECKING:
     from quark.torch.export.containers.base import Container
@@ -92,6 +93,8 @@ def find_container(path: Path, flag: str) -> Container:
     try:
         return recognize_container(path)
     except (FileNotFoundError, ValueError) as error:
+        if any((path / name).is_file() for name in ("adapter_config.json", "model_index.json")):
+            raise wrong(flag, without_config(path)) from None
         raise wrong(flag, str(error)) from None
 
 

@@ -31,6 +31,7 @@ from quark.cli.options import (
 )
 from quark.cli.originals import check_original
 from quark.cli.outputs import check_page
+from quark.cli.predicted_text import check_predicts_text
 from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
 
 if TYPE_CHECKING:
@@ -130,6 +131,9 @@ def report(
     check_quantized(directory, "DIR")
     if original is not None:
         models.check_model(original, trust_remote_code)
+    if dataset is not None:
+        remedy = "Leave --dataset out: the report has the errors of weights then."
+        check_predicts_text(directory, "--dataset", remedy, trust_remote_code)
     work = Measurement(source=directory, length=seq_len or SEQ_LEN, keeps_codes=True, **place)
     if dataset is not None:
         work = replace(work, evaluated=counted_windows(limit), evaluated_batch=batch_size)

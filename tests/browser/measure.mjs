@@ -13,7 +13,7 @@ const browser = await puppeteer.launch({
 // Texts of charts that overlap each other, leave their chart, or are too small to read.
 function faultsOfCharts() {
   const faults = [];
-  for (const chart of document.querySelectorAll(".chart")) {
+  for (const chart of document.querySelectorAll(".chart:not([hidden])")) {
     const border = chart.getBoundingClientRect();
     const texts = [...chart.querySelectorAll("text")]
       .map((element) => ({ element, text: element.textContent.trim(), box: element.getBoundingClientRect() }))
@@ -48,7 +48,7 @@ async function measure(place) {
   await page.setViewport({ width: Number(width), height: 900 });
   await page.goto(address, { waitUntil: "load" });
   await page.waitForFunction(
-    () => [...document.querySelectorAll(".chart")].every((chart) => chart.querySelector(".main-svg")),
+    () => [...document.querySelectorAll(".chart:not([hidden])")].every((chart) => chart.querySelector(".main-svg")),
     { timeout: 60000 },
   );
   const shown = await page.evaluate((describeCharts) => ({
@@ -58,7 +58,7 @@ async function measure(place) {
       .map((box) => box.querySelector("table").id),
     width: document.documentElement.scrollWidth,
     charts: Object.fromEntries(
-      [...document.querySelectorAll(".chart")].map((chart) => [chart.id, chart.textContent]),
+      [...document.querySelectorAll(".chart:not([hidden])")].map((chart) => [chart.id, chart.textContent]),
     ),
     text: document.body.innerText,
   }), `(${faultsOfCharts})`);

@@ -84,24 +84,35 @@ def test_a_report(width, report):
     assert "output error" in by_layer and "layers.0" in by_layer and "layers.1" in by_layer
     assert "%" in by_layer  # the axis has numbers
     assert "q_proj" in shown["charts"]["sizes"]
+    assert "Not measured" not in text
 
 
 @WIDTHS
 def test_a_comparison(width, report, tmp_path):
-    page, made = tmp_path / "page.html", report[0].parent
-    quark("quantize", "--model_dir", MODEL, "--output_dir", tmp_path / "int2",
+    page, made, long = tmp_path / "page.html", report[0].parent, tmp_path / ("long-" * 9 + "int2")
+    quark("quantize", "--model_dir", MODEL, "--output_dir", long,
           "--quant_scheme", "int2_wo_32", "--skip_evaluation")  # fmt: skip
     given = ("--dataset", made / "text.txt", *WINDOWS, "--layers", "--speed")
-    quark("compare", MODEL, made / "int4", tmp_path / "int2", *given, "--output", page)
+    quark("compare", MODEL, made / "int4", long, *given, "--output", page)
     shown = show(page, width)
     numbers = json.loads(page.with_suffix(".json").read_text("utf-8"))
     perplexities = [f"{model['predictions']['perplexity']:.2f}" for model in numbers["models"]]
     assert len(perplexities) == 3
     assert all(figure in shown["text"] for figure in perplexities)
     assert len(shown["charts"]) == 2
+    assert all(chart.count("long-") == 9 for chart in shown["charts"].values())
     assert all("int4" in chart and "int2" in chart for chart in shown["charts"].values())
     assert "Only 3 windows of text" in shown["text"]
     assert "computed by the runtime exact of Quark" in shown["text"]
+
+
+@WIDTHS
+def test_a_report_of_weights_alone(width, report, tmp_path):
+    """What was not measured is said in a line, without empty charts."""
+    quark("report", report[0].parent / "int4", "--output", tmp_path / "page.html")
+    shown = show(tmp_path / "page.html", width)
+    assert "Not measured: inputs, widest channels of inputs." in shown["text"]
+    assert set(shown["charts"]) == {"by-layer", "sizes", "weights", "scales"}
 
 
 @WIDTHS

@@ -36,6 +36,7 @@ from quark.cli.options import (
     verb,
 )
 from quark.cli.outputs import check_page
+from quark.cli.predicted_text import check_predicts_text
 from quark.cli.prompts import NEW_TOKENS, NewTokens, PromptText, check_prompt, read_prompt
 
 if TYPE_CHECKING:
@@ -268,6 +269,8 @@ def _check_models(
     for directory in directories:
         models.check_model(directory, request.trust_remote_code, request.check_digests)
         check_measurement(replace(measurement, source=directory))
+    remedy = "'quark report' without --dataset measures the errors of its weights."
+    check_predicts_text(request.original, "ORIGINAL", remedy, request.trust_remote_code)
 
 
 def _is_streamed(request: CompareRequest, directories: list[Path], device: str) -> bool:

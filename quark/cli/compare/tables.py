@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Table
 
 from quark.cli import console
 from quark.cli.metrics import show_scores
 
 if TYPE_CHECKING:
+    from quark.cli.fitting_table import FittingTable
     from quark.torch.report.comparison import ComparedModel, Comparison
 
 LAYERS = 10  # layers with the largest errors that are printed; the page has all
-NAME_WIDTH = 8  # of a model, at least, where its name is so long
 NATS = 1000  # divergences are printed in thousandths of a nat
 
 
@@ -24,7 +24,7 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
     from quark.torch.evaluation.tasks import Score
     from quark.torch.report.advice import few_windows
 
-    text, rows = comparison.text, comparison.models
+    text, rows = comparison.text, _with_short_names(comparison.models)
     console.out.print("", _figure_table(rows))
     console.out.print(
         f"  {text.windows} windows of {text.tokens} tokens: {escape(text.source)}. KL: thousandths "
@@ -61,10 +61,19 @@ def print_comparison(comparison: Comparison, output: Path | None) -> None:
     console.out.print()
 
 
-def _figure_table(rows: list[ComparedModel]) -> Table:
+def _with_short_names(rows: list[ComparedModel]) -> list[ComparedModel]:
+    """Print a number for each name and return numbered rows, where names do not fit a table."""
+    if console.fits(_figure_table(rows)):
+        return rows
+    numbered = [replace(row, name=str(number)) for number, row in enumerate(rows, start=1)]
+    names = {new.name: escape(row.name) for new, row in zip(numbered, rows, strict=True)}
+    console.out.print("", console.facts(names))
+    return numbered
+
+
+def _figure_table(rows: list[ComparedModel]) -> FittingTable:
     table = console.table()
-    longest = max(len(row.name) for row in rows)
-    table.add_column("model", overflow="fold", min_width=min(longest, NAME_WIDTH))
+    table.add_column("model", no_wrap=True)
     speaks = rows[0].continuation is not None
     for column in ["size", "bits/\nweight", "per-\nplexity"]:
         table.add_column(column, justify="right", no_wrap=True)
@@ -92,9 +101,9 @@ def _figure_table(rows: list[ComparedModel]) -> Table:
     return table
 
 
-def _speed_table(rows: list[ComparedModel], runtime: str) -> Table:
+def _speed_table(rows: list[ComparedModel], runtime: str) -> FittingTable:
     table = console.table(f"Speed and memory on this machine, one sequence, runtime {runtime}")
-    table.add_column("model", overflow="fold")
+    table.add_column("model", no_wrap=True)
     has_device = any(row.speed and row.speed.device_memory is not None for row in rows)
     for column in ["prompt tokens/s", "new tokens/s", "memory", *["GPU memory"] * has_device]:
         table.add_column(column, justify="right", no_wrap=True)
@@ -120,7 +129,7 @@ def _with_error(value: float, error: float | None, style: str) -> str:
     return shown if error is None else f"{shown} ± {error:{style.lstrip('+')}}"
 
 
-def _layer_table(rows: list[ComparedModel]) -> Table:
+def _layer_table(rows: list[ComparedModel]) -> FittingTable:
     """Return the layers with the largest errors of weights, a column for each model."""
     known = [row for row in rows if row.weight_errors]
     worst: dict[str, float] = {}
@@ -128,7 +137,7 @@ def _layer_table(rows: list[ComparedModel]) -> Table:
         for name, error in row.weight_errors.items():
             worst[name] = max(worst.get(name, 0.0), error or 0.0)
     table = console.table(f"Errors of weights, the {min(LAYERS, len(worst))} largest")
-    table.add_column("layer", overflow="fold")
+    table.add_column("layer", no_wrap=True)
     for row in known:
         table.add_column(escape(row.name), justify="right")
     for name in sorted(worst, key=lambda name: -worst[name])[:LAYERS]:

@@ -12,7 +12,7 @@ from quark.cli import console, models
 from quark.cli.hub import headers_of
 from quark.cli.inspect.structure import as_dict, find_structure, show
 from quark.cli.model_files import find_container, find_model, is_hub_name
-from quark.cli.options import Json, add_verb, in_words, panel
+from quark.cli.options import Json, TrustRemoteCode, add_verb, in_words, panel
 from quark.torch.export.formats.registry import FORMATS
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def inspect(
     layers: Layers = False,
     structure: Structure = False,
     check: Check = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Print the summary of a checkpoint, the structure of a model, or the state of its files."""
@@ -84,14 +85,14 @@ def inspect(
         _check(find_model(directory, "DIR"), as_json)
         return
     if structure:
-        found = find_structure(find_model(directory, "DIR"))
+        found = find_structure(find_model(directory, "DIR"), trust_remote_code)
         console.as_json(as_dict(found)) if as_json else show(found)
         return
     if is_hub_name(directory):
         with headers_of(directory.as_posix(), "DIR") as headers:
-            contents = _read(headers)
+            contents, on_disk = _read(headers)
     else:
-        contents = _read(directory)
+        contents, on_disk = _read(directory)
     summary, note = contents.summary, contents.note
     if as_json:
         facts = {"directory": str(directory), "model_type": contents.model_type}
@@ -103,7 +104,7 @@ def inspect(
     console.out.print(title, soft_wrap=True)
     if note:
         console.err.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    if layers:
+    if layers and summary.layers:
         console.out.print(_layer_table(summary))
     console.out.print(_scheme_table(summary, is_understood=not note))
     if summary.bits_per_weight is not None:
@@ -112,6 +113,9 @@ def inspect(
             f"layers, {console.format_bits(summary.bits_per_parameter)} per parameter over the "
             "whole model."
         )
+    size = console.format_bytes(on_disk)
+    if size != console.format_bytes(summary.bytes):
+        console.say(f"On disk: {size}, with headers and what else the files hold.")
     console.out.print()
 
 
@@ -159,8 +163,8 @@ def _check_tensors(place: Path) -> None:
         check_checkpoint(place)
 
 
-def _read(place: Path) -> Contents:
-    """Return what a checkpoint holds.
+def _read(place: Path) -> tuple[Contents, int]:
+    """Return what a checkpoint holds, and the bytes of its files with weights.
 
     Raises:
         typer.BadParameter: There is no checkpoint.
@@ -172,7 +176,7 @@ def _read(place: Path) -> Contents:
     container = find_container(place, "DIR")
     if container.has_config_json:
         models.read_config(place, "DIR")
-    return container.contents(place)
+    return container.contents(place), container.size(place)
 
 
 def _scheme_table(summary: Summary, is_understood: bool) -> Any:

@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 TOKENS = (2, 32)
 
 
-def find_structure(directory: Path) -> Structure:
+def find_structure(directory: Path, trust_remote_code: bool = False) -> Structure:
     """Load a model in float and find its structure with random tokens.
+
+    Args:
+        directory: Directory of the model, or its GGUF file.
+        trust_remote_code: Whether Python code from the directory may run.
 
     Raises:
         typer.BadParameter: The model is quantized by a method that is not read.
@@ -31,7 +35,9 @@ def find_structure(directory: Path) -> Structure:
     described = models.read_config(directory, "DIR")
     models.check_method(directory, described, "DIR")
     with console.stage("loading the model", spinner=True):
-        model: Any = models.load_model(directory, in_float=True)
+        model: Any = models.load_model(
+            directory, trust_remote_code=trust_remote_code, in_float=True
+        )
         split_experts(model)
     size = model.get_input_embeddings().num_embeddings
     ids = torch.randint(size, TOKENS, generator=torch.Generator().manual_seed(0))
@@ -92,7 +98,7 @@ def show(structure: Structure) -> None:
             "value_heads": len(structure.value_heads),
             "down_projections": len(structure.down_projections),
         }
-        console.say("Without it (r1=False), these can be:")
+        console.say('Without it (the option "r1": false of rotation), these can be:')
         console.out.print(console.facts({k.replace("_", " "): str(v) for k, v in facts.items()}))
     else:
         facts = _stream_facts(structure.stream)

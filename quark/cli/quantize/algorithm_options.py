@@ -75,7 +75,7 @@ def _read_files(request: Request) -> dict[str, AlgoConfig]:
             raise wrong(flag, f"there is no file {path}.")
         try:
             expected = make_algo_configs(name, {})
-            options = load_quant_algo_config_from_file(path)
+            options = load_quant_algo_config_from_file(path, expected[0].name if expected else None)
         except ValueError as error:
             raise wrong(flag, str(error)) from None
         if expected and expected[0].name != options.name:

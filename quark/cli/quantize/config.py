@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quark.cli.console import wrong
+from quark.cli.option_words import in_json
 from quark.cli.options import in_words
 from quark.cli.other_names import FLOAT_CACHES, FLOATS
 from quark.cli.quantize.algorithm_options import find_recipe, make_algorithms
@@ -321,7 +322,7 @@ def check_algorithms(config: Config) -> None:
         for algorithm, options in find_algorithms(config):
             algorithm.check(options, layers)
     except ValueError as error:
-        raise wrong("--quant_algo", str(error)) from None
+        raise wrong("--quant_algo", in_json(str(error))) from None
 
 
 def layer_scheme(flag: str, name: str, group_size: int | None = None) -> QuantizationConfig:

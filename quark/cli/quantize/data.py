@@ -11,7 +11,7 @@ import typer
 
 from quark.cli import models
 from quark.cli.console import wrong
-from quark.cli.quantize.outline import reads_text
+from quark.cli.predicted_text import reads_text
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:

@@ -60,10 +60,12 @@ def _unknown_architecture(described: dict[str, Any], problem: str) -> str:
     """Return the message for a model that Transformers cannot load, and files do not suffice."""
     if described.get("model_type") is None:
         return "its config.json lacks model_type. Copy config.json from the original model."
+    remedy = "A later version may know it: pip install --upgrade transformers"
+    if "auto_map" in described:
+        remedy = "If you trust the Python code in its directory, give --trust_remote_code."
     return (
         f"Transformers does not know the architecture {described['model_type']!r}, so the model is "
-        f"only quantized from files to files: {problem}. A later version may know it: pip install "
-        "--upgrade transformers"
+        f"only quantized from files to files: {problem}. {remedy}"
     )
 
 

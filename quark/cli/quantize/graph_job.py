@@ -68,7 +68,7 @@ def run_graph(request: Request) -> None:
         else:
             batch = data[0] if data else None
             graph = build_graph(request.entry, request.trust_remote_code, batch)
-    check_patterns(request, graph, config)
+    config = check_patterns(request, graph, config)
     quantizer = ModelQuantizer(config, offload_dir=request.offload_dir)
     start = time.monotonic()
     with console.stage("quantizing"):

@@ -16,6 +16,7 @@ from quark.cli.coverage import measure_coverage
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.model_files import find_model
 from quark.cli.options import SEQ_LEN
+from quark.cli.predicted_text import predicts_text, read_outline, reads_text
 from quark.cli.process_group import rank, wait_for_all
 from quark.cli.quantize import model_checks
 from quark.cli.quantize.card import CardFacts
@@ -36,12 +37,7 @@ from quark.cli.quantize.file_job import (
 )
 from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.group_fit import fit_groups
-from quark.cli.quantize.outline import (
-    describe_float_layers,
-    predicts_text,
-    read_outline,
-    why_not_kept,
-)
+from quark.cli.quantize.outline import describe_float_layers, why_not_kept
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
@@ -123,9 +119,10 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     if why_not_kept(request):
         config = replace(config, keep_prequantized_layers=False)
     if outline is not None:
-        model_checks.check_patterns(request, outline, config)
+        config = model_checks.check_patterns(request, outline, config)
         model_checks.check_layout(request, outline, config)
     is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
+    is_calibrated |= bool(config.algo_config) and not reads_text(outline)  # which run the model
     if not is_calibrated:
         warn_of_unread_data(request)
     if goes_through_files(request, described, config):

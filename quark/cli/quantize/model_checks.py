@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
 
 from quark.cli import console
 from quark.cli.exclusions import check_exclusions, nearest_layers
+from quark.cli.predicted_text import reads_text
 from quark.cli.quantize.output import export_settings
 from quark.cli.schemes import OWN_LAYOUT, schemes_of
 
@@ -51,7 +53,7 @@ def check_outputs(model: nn.Module, config: Config) -> None:
         )
 
 
-def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
+def check_patterns(request: Request, model: nn.Module, config: Config) -> Config:
     """Check that each pattern of layers matches one, and decides about it.
 
     A list of ``--exclude_layers`` replaces the default, so a misspelt name would quantize the
@@ -64,6 +66,9 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
         model: The float model, which may be on the meta device, or a graph.
         config: How it will be quantized.
 
+    Returns:
+        The configuration without the patterns that were warned of.
+
     Raises:
         typer.BadParameter: Patterns match no layer that can be quantized, or one of a scheme or a
             group size none that it decides about.
@@ -71,13 +76,14 @@ def check_patterns(request: Request, model: nn.Module, config: Config) -> None:
     given = [("--group_size_per_layer", pattern) for pattern, _ in request.layer_group_sizes]
     given += [("--layer_quant_scheme", pattern) for pattern, _ in request.layer_schemes]
     if not (given or request.excluded):
-        return
+        return config
     layers, exclude = _names_in(model, config)
     known = [name for names in layers for name in names]
-    check_exclusions(request.excluded or [], model, known, _default_of(model))
+    idle = check_exclusions(request.excluded or [], model, known, _default_of(model))
     _check_decisions(request, given, layers, exclude)
     if request.excluded:
         _warn_of_quantized_head(model, [*exclude, *(pattern for _, pattern in given)])
+    return replace(config, exclude=[pattern for pattern in config.exclude if pattern not in idle])
 
 
 def _default_of(model: nn.Module) -> str:
@@ -187,6 +193,13 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
     limited = [c for c in containers if not c.has_formats or request.custom_mode != OWN_LAYOUT]
     if not limited:
         return
+    if "onnx" in request.exports and not reads_text(model):
+        raise console.wrong(
+            "--model_export",
+            f"this command traces ONNX files on tokens, and {type(model).__name__} reads "
+            f"{model.main_input_name}. Write hf_format, or call ModelExporter.export_onnx_model "
+            "with inputs in Python (docs/onnx.md).",
+        )
     for container in limited:
         container.check_installed()
     if request.use_cache:

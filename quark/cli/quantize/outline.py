@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quark.cli.quantize.request import Request
 
@@ -14,41 +13,6 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.parts import Part
 
 _PLURAL = 3  # names of parts of a kind to print
-
-
-def read_outline(directory: Path, trust_remote_code: bool = False) -> nn.Module | None:
-    """Return the model of a directory or GGUF file on the meta device; None without either.
-
-    Raises:
-        ValueError: The files are damaged, or Transformers cannot build the model.
-    """
-    from quark.torch.export.checkpoint.architecture import empty_model, read_config
-    from quark.torch.export.checkpoint.files import CheckpointReader
-    from quark.torch.export.gguf.importer import match_gguf
-
-    if directory.is_file():
-        return match_gguf(directory).model
-    if not any(directory.glob("*.safetensors")):
-        return None
-    config = read_config(directory, trust_remote_code)
-    entries = CheckpointReader(directory).entries
-    return empty_model(config, entries, directory, trust_remote_code=trust_remote_code)
-
-
-def predicts_text(outline: Any) -> bool:
-    """Whether perplexity of text is defined for a model; True where its structure is not known.
-
-    Classifiers, models of images or audio, and encoder-decoders predict no next token.
-    """
-    if outline is None or not hasattr(outline, "get_output_embeddings"):
-        return True
-    has_head = outline.get_output_embeddings() is not None
-    return has_head and not outline.config.is_encoder_decoder and reads_text(outline)
-
-
-def reads_text(outline: nn.Module | None) -> bool:
-    """Whether token ids alone run a model; True where its structure is not known."""
-    return getattr(outline, "main_input_name", "input_ids") == "input_ids"
 
 
 def why_not_kept(request: Request) -> str:

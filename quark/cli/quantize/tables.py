@@ -14,11 +14,11 @@ from quark.cli import console, models
 from quark.cli.coverage import Coverage
 from quark.cli.loading import show_loading
 from quark.cli.metrics import Figures
+from quark.cli.predicted_text import predicts_text
 from quark.cli.quantize.config import needs_data
 from quark.cli.quantize.outline import (
     describe_float_layers,
     describe_quantized_parts,
-    predicts_text,
     why_not_kept,
 )
 from quark.cli.quantize.plan import RunPlan

@@ -24,6 +24,7 @@ from quark.cli.exclusions import check_exclusions
 from quark.cli.memory_check import check_measurement
 from quark.cli.options import ManyValues, add_verb, counted_windows, verb
 from quark.cli.outputs import check_file, check_offload_directory
+from quark.cli.predicted_text import check_predicts_text, check_reads_text
 from quark.cli.quantize.config import check_algorithms, layer_scheme
 from quark.cli.quantize.request import split_names
 from quark.cli.search.budget import (
@@ -98,6 +99,7 @@ def _search_formats(request: SearchRequest) -> None:
     check_size(request, formats)
     statistics = read_optional_statistics(request.statistics, request.check_digests)
     source = find_float_model(request)
+    _check_outputs(request, source)
     _check_memory(request, source)
     windows = read_windows(request, source) if statistics is None else None
     evaluation = None if request.skip_evaluation else _read_evaluation_windows(request, source)
@@ -156,6 +158,18 @@ def _check_exclusions(request: SearchRequest, model: nn.Module) -> None:
 
     with temporarily_split_experts(model):
         check_exclusions(request.exclude_layers or (), model, list(candidate_layers(model)))
+
+
+def _check_outputs(request: SearchRequest, source: Path) -> None:
+    """Check that text runs the model, and that it can be evaluated if it will be.
+
+    Raises:
+        typer.BadParameter: It reads something else, or predicts no next token.
+    """
+    check_reads_text(source, "--model_dir", request.trust_remote_code)
+    if not request.skip_evaluation:
+        remedy = "Give --skip_evaluation."
+        check_predicts_text(source, "--model_dir", remedy, request.trust_remote_code)
 
 
 def _check_memory(request: SearchRequest, source: Path) -> None:

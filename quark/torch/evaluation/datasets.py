@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from quark.torch.evaluation.chats import RenderChat, join_messages
 from quark.torch.evaluation.documents import check_source, load_documents
+from quark.torch.quantization.config.name_lookup import nearest
 
 _PILE = "mit-han-lab/pile-val-backup"
 _WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1"
@@ -69,12 +72,18 @@ def check_named(name: str) -> None:
     """Check what can be known of a name for `named_documents` without reading anything.
 
     Raises:
-        FileNotFoundError: There is no such file, and no dataset can have this name.
+        FileNotFoundError: There is no such file, and no dataset can have this name; or the Hub
+            cannot be reached, and the dataset is not in the local cache.
         ImportError: The ``datasets`` library is needed and missing.
         ValueError: The type of the file is unknown, or the dataset has no text.
     """
     _check_text(name)
-    check_source(name if Path(name).exists() or name not in NAMED_SETS else NAMED_SETS[name].source)
+    if Path(name).exists() or name not in NAMED_SETS:
+        with _named(name):
+            check_source(name)
+        return
+    with _named(name):
+        check_source(NAMED_SETS[name].source)
 
 
 def _check_text(name: str) -> None:
@@ -83,6 +92,18 @@ def _check_text(name: str) -> None:
             f"{name} holds {_NOT_TEXT[name]}, and models are given text alone: choose one "
             f"of {', '.join(NAMED_SETS)}, or a local file"
         )
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Let the message for a missing dataset have its usual name, or the one that was meant."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if name in NAMED_SETS:
+            raise FileNotFoundError(f"{name}: {error}") from error
+        near = nearest(name, NAMED_SETS, count=1)
+        raise FileNotFoundError(f"{error}. Nearest name: {near[0]}" if near else error) from error
 
 
 def named_documents(name: str, held_out: bool, render: RenderChat = join_messages) -> list[str]:
@@ -105,5 +126,6 @@ def named_documents(name: str, held_out: bool, render: RenderChat = join_message
         return load_documents(name, render=render)
     chosen = NAMED_SETS[name]
     split = chosen.evaluation if held_out else chosen.calibration
-    documents = load_documents(chosen.source, split, chosen.field, render)
+    with _named(name):
+        documents = load_documents(chosen.source, split, chosen.field, render)
     return ["\n\n".join(documents)] if chosen.is_one_text else documents

@@ -1,11 +1,13 @@
 """Documents: texts from local files, or from datasets through the ``datasets`` library."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from quark.torch.evaluation import hub_access
 from quark.torch.evaluation.chats import RenderChat, join_messages
 from quark.torch.quantization.config.name_lookup import nearest
 
@@ -67,7 +69,8 @@ def check_source(source: str | Path) -> None:
     """Check what can be known of a source for `load_documents` without reading it.
 
     Raises:
-        FileNotFoundError: There is no such file, and no dataset can have this name.
+        FileNotFoundError: There is no such file, and no dataset can have this name; or the Hub
+            cannot be reached, and the dataset is not in the local cache.
         ImportError: The ``datasets`` library is needed and missing.
         ValueError: The type of the file is unknown.
     """
@@ -76,8 +79,13 @@ def check_source(source: str | Path) -> None:
         _check_kind(path)
     elif not (path.is_dir() or _is_dataset_name(source)):
         raise FileNotFoundError(_missing(source))
-    if not path.is_file() or path.suffix.lower() not in TEXT_FILES:
-        _import_datasets(source)
+    if path.is_file() and path.suffix.lower() in TEXT_FILES:
+        return
+    datasets = _import_datasets(source)
+    if not path.exists() and hub_access.find_obstacle() is not None:
+        name, _, configuration = str(source).partition(":")
+        with _library_errors(str(source), datasets):
+            datasets.load_dataset_builder(name, configuration or None)  # from the cache
 
 
 def _missing(source: str | Path) -> str:
@@ -143,20 +151,37 @@ def _dataset_records(source: str, split: str | None) -> Iterable[Mapping[str, An
         splits = saved if isinstance(saved, Mapping) else {"train": saved}
         return cast(Iterable[Mapping[str, Any]], splits[_choose_split(splits, split, source)])
     name, _, configuration = (source, "", "") if path.is_dir() else source.partition(":")
-    try:
+    with _library_errors(source, datasets):
         if split is None:
             splits = datasets.get_dataset_split_names(name, configuration or None)
             split = _choose_split(splits, split, source)
         records = datasets.load_dataset(name, configuration or None, split=split)
-    except OSError as error:  # includes the library's own "not found" and "offline"
+    return cast(Iterable[Mapping[str, Any]], records)
+
+
+@contextmanager
+def _library_errors(source: str, datasets: Any) -> Iterator[None]:
+    """Raise errors of the library in other words, and at once where there is no network.
+
+    Raises:
+        FileNotFoundError: There is no such dataset, or the Hub cannot be reached.
+        ValueError: The dataset is damaged.
+    """
+    obstacle = None if Path(source).is_dir() else hub_access.find_obstacle()
+    try:
+        with nullcontext() if obstacle is None else hub_access.cache_only(datasets):
+            yield
+    except OSError as error:  # includes the library's own "not found"
+        said = f"no dataset of that name can be reached: {error}. Check the name and the connection"
+        if obstacle is not None:
+            said = obstacle
         raise FileNotFoundError(
-            f"{source!r} is no file or directory here, and no dataset of that name can be "
-            f"reached: {error}. Check the name and the connection, or give a local file"
+            f"{source!r} is no file or directory here, and {said}, or give a text file such as "
+            "my.txt"
         ) from error
     except datasets.exceptions.DatasetGenerationError as error:
         reason = error.__cause__ or error
         raise ValueError(f"{source} is no data set: {reason}. {_GIVE_TEXT}") from error
-    return cast(Iterable[Mapping[str, Any]], records)
 
 
 def _choose_split(splits: Iterable[str], split: str | None, source: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quark.torch.evaluation.next_token import check_next_token
 from quark.torch.evaluation.output_head import ROWS_AT_ONCE, OutputHead, Receive
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import float_products
@@ -203,7 +204,7 @@ def window_loss_steps(
         pauses: Whether to pause after a batch.
     """
     _check_windows(windows, batch_size, context)
-    _check_decoder(model)
+    check_next_token(model)
     batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
     batches = torch.split(windows.to(torch.int64), batch_size)
     sums = torch.zeros(len(windows), dtype=torch.float64)
@@ -254,14 +255,6 @@ def check_room(model: nn.Module, windows: torch.Tensor, batch_size: int = BATCH_
             f"max_memory: an evaluation of {type(model).__name__} takes at least "
             f"{needed / 1e6:.0f} MB, but {max(residency.room, 0) / 1e6:.0f} MB are left of the "
             f"bound. Give at least {missing} MB more."
-        )
-
-
-def _check_decoder(model: nn.Module) -> None:
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder, which reads the tokens that it is "
-            "asked to predict: perplexity is defined for decoders. Leave the evaluation out."
         )
 
 

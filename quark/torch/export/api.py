@@ -20,6 +20,7 @@ from quark.torch.export.transformers_loading import map_to_quark
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_vacant, fresh_directory
 from quark.torch.numerics.dtypes import type_name
+from quark.torch.quantization.arguments import check_module
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
 from quark.torch.quantization.config.value_types import check_types
@@ -215,9 +216,10 @@ class ModelExporter:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
             OSError: The disk is too full. Nothing is left behind.
-            TypeError: The model is compiled, parallel or has adapters.
+            TypeError: The model is no module, or is compiled, parallel or has adapters.
             ValueError: The container is unknown or cannot hold the model, or verification failed.
         """
+        check_module(model)
         check_plain(model)
         kind = get_container(container)
         kind.check_installed()

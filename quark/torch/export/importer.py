@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class ModelImporter:
         runtime: str = "exact",
     ) -> None:
         check_types(bool, check_digests=check_digests)
+        _check_directory(model_info_dir, "model_info_dir")
         check_runtime(runtime)
         if saved_format not in ("quark_format", "safetensors", "hf_format"):
             raise ValueError(
@@ -61,7 +63,9 @@ class ModelImporter:
         self.check_digests = check_digests
         self.runtime = runtime
         if not self.model_info_dir.is_dir():
-            raise FileNotFoundError(f"{self.model_info_dir} is not a directory.")
+            raise FileNotFoundError(
+                f"{self.model_info_dir} is not a directory: give that of a checkpoint."
+            )
 
     def import_model_info(self, model: nn.Module) -> nn.Module:
         """Fill the architecture ``model`` in place with the checkpoint and return it.
@@ -90,6 +94,15 @@ class ModelImporter:
             else:
                 loaded = load(model, fmt, reader)
             return set_runtime(keep_notes(loaded, config), self.runtime)
+
+
+def _check_directory(directory: Any, name: str) -> None:
+    if not isinstance(directory, (str, PathLike)):
+        kind = "None" if directory is None else f"an object of {type(directory).__name__}"
+        raise TypeError(
+            f"{name}: expected the directory of a checkpoint, got {kind}. A model is another "
+            "argument."
+        )
 
 
 def import_model_from_safetensors(
@@ -124,6 +137,7 @@ def import_model_from_safetensors(
             both ``model`` and ``dequantize`` are given; or ``runtime`` is unknown.
     """
     check_types(bool, trust_remote_code=trust_remote_code, dequantize=dequantize)
+    _check_directory(model_dir, "model_dir")
     check_runtime(runtime)
     if model is not None and dequantize:
         raise ValueError("dequantize=True builds the model itself: give None for model.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,9 +29,12 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
 
     Returns:
         The output of the model; of a list of batches, that of the last one.
+
+    Raises:
+        ValueError: The model uses an argument that the batch lacks.
     """
     device = _device_of(model)
-    with float_products():
+    with float_products(), _missing_arguments(model):
         if isinstance(batch, torch.Tensor):
             return model(batch.to(device))
         if hasattr(batch, "items"):
@@ -43,6 +47,24 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
             output = run_batch(model, part)
         return output
     raise not_a_batch(batch)
+
+
+@contextmanager
+def _missing_arguments(model: nn.Module) -> Iterator[None]:
+    """Say so where a model uses an argument that it was not given, which is None then.
+
+    Raises:
+        ValueError: It does.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if "'NoneType' object" not in str(error):
+            raise
+        raise ValueError(
+            f"{type(model).__name__} does not run on this data ({error}): it takes more arguments, "
+            "such as pixel_values beside input_ids. Give batches that have them."
+        ) from error
 
 
 def _device_of(model: nn.Module) -> torch.device:

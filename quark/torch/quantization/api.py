@@ -322,6 +322,7 @@ class ModelQuantizer:
             ValueError: The model has no quantized module, trains, or has a range without a start;
                 or a graph is in training mode.
         """
+        check_module(model)
         check_plain(model)
         layers = dict(quantized_layers(model))
         if not layers:

@@ -42,8 +42,10 @@ def check_module(model: Any) -> None:
         advice = f"make one: {model.__name__}.from_pretrained(DIRECTORY)."
     elif isinstance(getattr(model, "model", None), nn.Module):
         advice = "give its model, in .model."
-    else:
+    elif isinstance(model, (list, tuple)):
         advice = "give the model first, then the batches."
+    else:
+        advice = "give a model of torch, such as that of AutoModelForCausalLM.from_pretrained."
     raise TypeError(f"The model must be a torch.nn.Module, got {_kind_of(model)}: {advice}")
 
 

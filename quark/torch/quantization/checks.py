@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quark.torch.evaluation.samples import complete_batches
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import SWITCH, widens_products
@@ -233,12 +234,14 @@ def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], 
             raise ValueError("The dataloader is empty: algorithms need at least a batch.")
     else:
         words = getattr(getattr(model, "config", None), "vocab_size", None)
-        if not words:
+        argument = getattr(model, "main_input_name", "input_ids")
+        if not words or argument != "input_ids":
+            reason = "has no config with a vocab_size" if not words else f"reads {argument}"
             raise ValueError(
-                f"{type(model).__name__} has no config with a vocab_size: pass a dataloader with a "
-                "batch, which runs the model."
+                f"{type(model).__name__} {reason}: pass a dataloader with a batch, which runs the "
+                "model."
             )
-        first = torch.arange(32).unsqueeze(0) % words
+        [first] = complete_batches(model, [torch.arange(32).unsqueeze(0) % words])
     return lambda: run_batch(model, take_excerpt(first))
 
 

@@ -286,7 +286,7 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
             raise ValueError(
                 f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "
                 f"elements along axis {axis}. Choose one that does ({', '.join(fits)}), or "
-                "exclude the layer."
+                f"add '*{name.rpartition('.')[2]}' to exclude_layers."
             )
 
 

@@ -29,6 +29,9 @@ def places(model_dir, tmp_path, monkeypatch):
     for name, file in {"ADAPTER": "adapter_config.json", "PIPELINE": "model_index.json"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text("{}", encoding="utf-8")
+    (tmp_path / "PIPELINE/unet").mkdir()
+    part = '{"_class_name": "UNet2DConditionModel"}'
+    (tmp_path / "PIPELINE/unet/config.json").write_text(part, encoding="utf-8")
     shutil.copytree("MODEL", "models--an-owner--a-model/snapshots/1f")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
 
@@ -45,6 +48,7 @@ def places(model_dir, tmp_path, monkeypatch):
         ("EMPTY", 2, "download one with 'hf download OWNER/NAME --local-dir DIRECTORY'"),
         ("ADAPTER", 2, "from_pretrained('ADAPTER').merge_and_unload().save_pretrained('MERGED')"),
         ("PIPELINE", 2, "docs/other-models.md quantizes it in Python"),
+        ("PIPELINE/unet", 1, "is a part of a pipeline of diffusers: docs/other-models.md"),
         ("models--an-owner--a-model", 2, "snapshots/1f, or the name an-owner/a-model"),
         ("cut.gguf", 1, "it ends too early. Copy it again."),
         ("https://huggingface.co/an-owner/a-model/tree/main", 2, "Give an-owner/a-model"),
@@ -59,6 +63,14 @@ def test_a_place_without_a_model(place, code, advice, places, quark, tmp_path):
     assert result.exit_code == code, result.output
     assert advice in " ".join(result.stderr.split())
     assert not (tmp_path / "OUT").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "advice"), [("ADAPTER", "merge_and_unload"), ("PIPELINE", "docs/other-models.md")]
+)
+def test_a_place_without_a_checkpoint(place, advice, places, quark):
+    result = quark("inspect", place)
+    assert (result.exit_code, advice in result.stderr) == (2, True), result.output
 
 
 def test_an_architecture_that_transformers_does_not_know(places, quark, tmp_path):

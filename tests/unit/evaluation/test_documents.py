@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quark.torch.evaluation import hub_access
 from quark.torch.evaluation.documents import load_documents
 
 
@@ -88,6 +89,7 @@ class TestLoadDocuments:
             load_dataset=load_dataset, get_dataset_split_names=lambda *_: ["validation"]
         )
         monkeypatch.setitem(sys.modules, "datasets", library)
+        monkeypatch.setattr(hub_access, "find_obstacle", lambda: None)
         assert load_documents("owner/name:small") == ["a"]
         assert load_documents("name", split="test[:9]") == ["a"]
         assert asked == [("owner/name", "small", "validation"), ("name", None, "test[:9]")]

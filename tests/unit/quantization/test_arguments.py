@@ -2,9 +2,17 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer
+from quark.torch import (
+    LLMTemplate,
+    ModelExporter,
+    ModelImporter,
+    ModelQuantizer,
+    import_model_from_safetensors,
+)
+from quark.torch.quantization.config.config import AWQConfig, GPTQConfig
 from tests.configurations import preset
 
 
@@ -32,7 +40,7 @@ class Pipeline:
 @pytest.mark.parametrize(
     ("model", "advice"),
     [
-        (None, "got None: give the model first"),
+        (None, "got None: give a model of torch"),
         ([torch.ones(1, 4)], "got a list: give the model first, then the batches"),
         ("llama", r"got a str: load it first: AutoModelForCausalLM\.from_pretrained\('llama'\)"),
         (nn.Linear, r"got the class Linear: make one: Linear\.from_pretrained\(DIRECTORY\)"),
@@ -43,6 +51,45 @@ class Pipeline:
 def test_a_model_of_another_kind(model, advice):
     with pytest.raises(TypeError, match=advice):
         ModelQuantizer(preset("int8_wo")).quantize_model(model)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        ModelQuantizer.freeze,
+        lambda model: ModelExporter("out").export_safetensors_model(model),
+        lambda model: ModelImporter(".").import_model_info(model),
+    ],
+    ids=["freeze", "export", "import"],
+)
+def test_a_path_in_place_of_a_model(use, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "quark"}}')
+    save_file({"x": torch.ones(1)}, "model.safetensors")
+    with pytest.raises(TypeError, match=r"got a str: load it first: .*from_pretrained\('llama'\)"):
+        use("llama")
+
+
+def test_a_model_in_place_of_a_directory():
+    with pytest.raises(TypeError, match="model_dir: expected the directory of a checkpoint, got"):
+        import_model_from_safetensors("llama", nn.Linear(4, 4))
+    with pytest.raises(TypeError, match=r"model_info_dir: expected .* got None"):
+        ModelImporter(None)
+
+
+def test_options_of_an_algorithm_that_is_not_applied(caplog):
+    template, options = LLMTemplate("llama"), {"gptq": GPTQConfig(), "awq": AWQConfig()}
+    config = template.get_config("int4_wo_32", algorithm="gptq", algo_configs=options)
+    assert config.algo_config == [options["gptq"]]
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said == "algo_configs: awq is not applied: name it in algorithm, too."
+    with pytest.raises(TypeError, match=r"options of gptq are a dict: give GPTQConfig\(…\)"):
+        template.get_config("int4_wo_32", algorithm="gptq", algo_configs={"gptq": {}})
+
+
+def test_patterns_that_are_none():
+    with pytest.raises(TypeError, match="expected a list of name patterns, got 3"):
+        LLMTemplate("llama").get_config("int4_wo_32", exclude_layers=3)
 
 
 def test_a_single_pattern_is_one_pattern():

@@ -132,7 +132,7 @@ BAD = {
         lambda: linears(64, 48),
         grouped(32),
         r"1\.weight: group_size=32 does not divide its 48 elements along axis 1\. "
-        r"Choose one that does \(16, 8\), or exclude the layer",
+        r"Choose one that does \(16, 8\), or add",
     ),
     "no_common_group_divides": (
         lambda: linears(49),

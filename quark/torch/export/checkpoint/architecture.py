@@ -158,6 +158,21 @@ def _maps(config: Any, cls: type) -> bool:
     return any(cls is one or (isinstance(one, tuple) and cls in one) for one in found)
 
 
+def _described(directory: Path) -> dict[str, Any]:
+    place = directory / CONFIG
+    return dict(read_config_json(directory)) if place.is_file() else {}
+
+
 def _unreadable(where: Path, error: Exception) -> ValueError:
     lines = str(error).strip().splitlines() or [type(error).__name__]
+    if "model_type" in lines[0] and where.is_dir() and "_class_name" in _described(where):
+        return ValueError(
+            f"{where} is a part of a pipeline of diffusers: docs/other-models.md quantizes the "
+            "pipeline in Python."
+        )
+    if "trust_remote_code=True" in str(error):
+        return ValueError(
+            f"{where} holds Python code, which builds the model. Read it; if you trust it, set "
+            "trust_remote_code (--trust_remote_code)."
+        )
     return ValueError(f"{where}: Transformers cannot build the model it describes: {lines[0]}")

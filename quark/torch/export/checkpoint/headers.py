@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -108,7 +109,9 @@ class Headers:
         else:
             files = sorted(f.name for f in self.directory.glob("*.safetensors"))
         if not files:
-            raise FileNotFoundError(f"{self.directory} has no *.safetensors files.")
+            raise FileNotFoundError(
+                f"{self.directory} has no *.safetensors files: copy the weights of the model to it."
+            )
         for file in files:
             # Names come from a file: they must not lead out of the directory.
             if Path(file).name != file or not (self.directory / file).is_file():
@@ -137,12 +140,18 @@ def open_file(path: Path, framework: str) -> Any:
         framework: Whose tensors are read: ``pt``, or ``np``, which needs no torch.
 
     Raises:
+        FileNotFoundError: There is no such file.
+        PermissionError: It may not be read.
         ValueError: The file is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         return safe_open(path, framework=framework)
+    except FileNotFoundError:
+        if path.exists() and not os.access(path, os.R_OK):  # safetensors says that it is missing
+            raise PermissionError(f"{path} may not be read: change its permissions.") from None
+        raise
     except SafetensorError as error:
         with path.open("rb") as file:
             if file.read(len(_POINTER)) == _POINTER:

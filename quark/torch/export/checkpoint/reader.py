@@ -21,6 +21,7 @@ from quark.torch.export.checkpoint.rotation_config import declare_rotation, rota
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.formats.base import ExportFormat
+from quark.torch.quantization.arguments import check_module
 from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.head_sizes import with_head_sizes
@@ -191,6 +192,7 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
+    check_module(model)
     check_plain(model)
     fmt.check_readable()
     fmt.config = with_head_sizes(fmt.config, model)

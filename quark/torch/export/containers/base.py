@@ -282,7 +282,7 @@ class Container(ABC):
 
         The default is that of this package, which reads every kind of file that ``is_read``.
         """
-        where = json.dumps(str(path))
+        where = in_quotes(path)
         return f"model = quark.torch.import_model_from_safetensors(None, {where})"
 
     def serve_command(self, path: Path) -> str | None:
@@ -308,6 +308,11 @@ class Container(ABC):
             f"{path} is {self.title}, which is written but not read: give the checkpoint that it "
             "was made of."
         )
+
+
+def in_quotes(path: Path) -> str:
+    """Return a path as a text of Python, with its letters as they are."""
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 def get_container(name: str) -> Container:

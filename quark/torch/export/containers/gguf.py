@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quark.torch.export.checkpoint.config_json import CONFIG
 from quark.torch.export.checkpoint_contents import Contents, LayerSummary, Summary, by_type
-from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.base import Container, ExportSettings, in_quotes
 from quark.torch.export.gguf.reader import MAGIC, GgufFile
 from quark.torch.files import Target
 from quark.torch.quantization.config.description import LayerDescription
@@ -151,7 +150,7 @@ class Gguf(Container):
         """Return the line that loads the file with llama.cpp, or with this package without it."""
         if find_spec("llama_cpp") is None:
             return super().load_code(self.file(path))
-        return f"model = llama_cpp.Llama(model_path={json.dumps(str(self.file(path)))})"
+        return f"model = llama_cpp.Llama(model_path={in_quotes(self.file(path))})"
 
     def serve_command(self, path: Path) -> str:
         """Return the command of llama.cpp."""

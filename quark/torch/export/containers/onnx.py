@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.base import Container, ExportSettings, in_quotes
 from quark.torch.files import Target
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.export import ONNX_FILE
@@ -70,11 +69,13 @@ class Onnx(Container):
         """Run the graph in ONNX Runtime and compare its outputs with those of ``model``."""
         from quark.torch.export.onnx.verification import verify_graph
 
+        if inputs is None and getattr(model.config, "is_encoder_decoder", False):
+            inputs = _token_ids(model)
         return verify_graph(path / ONNX_FILE if path.is_dir() else path, model, inputs)
 
     def load_code(self, path: Path) -> str:
         """Return the line that loads the graph with ONNX Runtime."""
-        return f"session = onnxruntime.InferenceSession({json.dumps(str(path / ONNX_FILE))})"
+        return f"session = onnxruntime.InferenceSession({in_quotes(path / ONNX_FILE)})"
 
 
 def _token_ids(model: Any) -> dict[str, torch.Tensor]:
@@ -85,11 +86,15 @@ def _token_ids(model: Any) -> dict[str, torch.Tensor]:
     """
     import torch
 
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
+    from quark.torch.evaluation.samples import complete_batches
+
+    is_known = hasattr(getattr(model, "config", None), "get_text_config")
+    if not is_known or getattr(model, "main_input_name", "input_ids") != "input_ids":
         raise ValueError(
             "input_args is missing: give an example of the inputs, as a tensor, a tuple of "
             f"arguments or a mapping of them. {type(model).__name__} is no language model of "
             "Transformers, for which tokens are one."
         )
     ids = torch.arange(32).reshape(2, 16) * model.config.get_text_config().vocab_size // 32
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    [inputs] = complete_batches(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+    return dict(inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -21,7 +20,7 @@ from quark.torch.export.checkpoint.config_json import (
 from quark.torch.export.checkpoint.headers import NATIVE, Entry, Headers
 from quark.torch.export.checkpoint_contents import Contents, summarize
 from quark.torch.export.containers import vllm
-from quark.torch.export.containers.base import Container, ExportSettings
+from quark.torch.export.containers.base import Container, ExportSettings, in_quotes
 from quark.torch.export.containers.recognition import recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
@@ -212,9 +211,10 @@ class Safetensors(TensorDirectory):
         # Transformers leaves out rotations of inputs.
         is_rotated = (config.get(SECTION) or {}).get("transform_config")
         if is_missing or is_rotated or self._has_packed_offsets(path):
-            return super().load_code(path)
-        where = json.dumps(str(path))
-        return f"model = transformers.{_loading_class(path)}.from_pretrained({where})"
+            line = super().load_code(path)
+        else:
+            line = f"model = transformers.{_loading_class(path)}.from_pretrained({in_quotes(path)})"
+        return f"{line[:-1]}, trust_remote_code=True)" if _has_code(config) else line
 
     def _has_packed_offsets(self, path: Path) -> bool:
         """Whether zero points are packed as compressed-tensors does: Transformers expects others.
@@ -237,13 +237,15 @@ class Safetensors(TensorDirectory):
         if _loading_class(path) != "AutoModelForCausalLM" or _has_conv1d(read_config_json(path)):
             return None
         layout, schemes = self._schemes(path)
+        trust = ["--trust-remote-code"] * _has_code(read_config_json(path))
         if vllm.is_read(layout, schemes):
-            return shlex.join(["vllm", "serve", str(path)])
+            return shlex.join(["vllm", "serve", str(path), *trust])
         if layout != "quark" or not vllm.is_read(_OTHER_LAYOUT, schemes):
             return None
         other = f"{path}-ct"
-        convert = shlex.join(["quark", "convert", str(path), other, "--to", _OTHER_LAYOUT])
-        return f"{convert}\n{shlex.join(['vllm', 'serve', other])}"
+        convert = ["quark", "convert", str(path), other, "--to", _OTHER_LAYOUT]
+        convert += ["--trust_remote_code"] * bool(trust)
+        return f"{shlex.join(convert)}\n{shlex.join(['vllm', 'serve', other, *trust])}"
 
 
 class CopiedFiles:
@@ -263,6 +265,11 @@ class CopiedFiles:
             place = Path(directory) / file.name
             if file.suffix in _COPIED and not is_kept and file.is_file() and not place.exists():
                 shutil.copyfile(file, place)
+
+
+def _has_code(config: dict[str, Any]) -> bool:
+    """Whether Python code in the directory builds the model."""
+    return "auto_map" in config
 
 
 def _loading_class(path: Path) -> str:

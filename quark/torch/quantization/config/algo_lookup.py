@@ -44,8 +44,14 @@ def make_algo_configs(
         given: Options by name, instead of the default ones.
 
     Raises:
+        TypeError: Options are not of the class of an algorithm.
         ValueError: A name is unknown; the message names the nearest.
     """
+    for name, options in given.items():
+        if not isinstance(options, AlgoConfig):
+            cls = ALGO_CONFIGS.get(name, AlgoConfig).__name__
+            kind = type(options).__name__
+            raise TypeError(f"algo_configs: the options of {name} are a {kind}: give {cls}(…).")
     names = [names] if isinstance(names, str) else names or []
     aliases = {"smoothquant": "smooth"}
     configs = []
@@ -56,11 +62,12 @@ def make_algo_configs(
     return configs
 
 
-def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
+def load_quant_algo_config_from_file(file_path: str | Path, name: str | None = None) -> AlgoConfig:
     """Read the options of one algorithm from a JSON file.
 
     Args:
         file_path: File with one JSON object: the name of the algorithm and its options.
+        name: The algorithm, if the file does not name it.
 
     Raises:
         ValueError: The file is not a JSON object, or a name or option is unknown.
@@ -73,7 +80,7 @@ def load_quant_algo_config_from_file(file_path: str | Path) -> AlgoConfig:
     if not isinstance(data, dict):
         raise ValueError(f"{file_path}: expected one JSON object, got {type(data).__name__}.")
     with path_of(str(file_path)):
-        return algo_config_from_dict(data)
+        return algo_config_from_dict(data if name is None else {"name": name, **data})
 
 
 def load_pre_optimization_config_from_file(file_path: str | Path) -> AlgoConfig:

@@ -6,7 +6,7 @@ configuration is built without a model; ``resolution`` adapts it to a model when
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -114,7 +114,13 @@ def build_config(
 
 
 def _as_list(patterns: Sequence[str]) -> list[str]:
-    """Return patterns as a list; a single text is one pattern, not one for each character."""
+    """Return patterns as a list; a single text is one pattern, not one for each character.
+
+    Raises:
+        TypeError: They are no patterns.
+    """
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"expected a list of name patterns, got {patterns!r}.")
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 

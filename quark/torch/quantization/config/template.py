@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import ClassVar
 
@@ -16,6 +17,8 @@ from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.part_kinds import PARTS
 from quark.torch.quantization.config.recipes import recipe
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD
+
+logger = logging.getLogger(__name__)
 
 
 class LLMTemplate:
@@ -146,6 +149,7 @@ class LLMTemplate:
                 or none if ``exclude_layers`` is given. ``[]`` quantizes all of them.
 
         Raises:
+            TypeError: Options of an algorithm, or patterns, are of another type.
             ValueError: A name is unknown; the message names the nearest. Or a pattern of
                 ``layer_config`` may match queries, which ``attention_scheme`` quantizes.
         """
@@ -155,6 +159,8 @@ class LLMTemplate:
         if attention_scheme is not None:
             patterns = self.query_patterns, self.kv_layers_name
             attention = Attention(attention_scheme, *patterns, min_kv_scale)
+        algorithms = make_algo_configs(algorithm, algo_configs or {})
+        _warn_of_unused(algo_configs or {}, algorithms)
         layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
         return build_config(
             self._scheme(scheme),
@@ -162,7 +168,7 @@ class LLMTemplate:
             layer_types=layer_types,
             exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
             float_parts=self._parts(float_parts, exclude_layers is None),
-            algorithms=make_algo_configs(algorithm, algo_configs or {}),
+            algorithms=algorithms,
             kv_cache=cache,
             attention=attention,
             shared_scale_groups=shared_scale_groups,
@@ -190,3 +196,10 @@ class LLMTemplate:
         """
         scheme, options = recipe(name)
         return replace(self.get_config(scheme), algo_config=options)
+
+
+def _warn_of_unused(given: dict[str, AlgoConfig], algorithms: list[AlgoConfig]) -> None:
+    """Warn of options of algorithms that are not applied."""
+    for name, options in given.items():
+        if not any(options is applied for applied in algorithms):
+            logger.warning("algo_configs: %s is not applied: name it in algorithm, too.", name)

@@ -199,6 +199,18 @@ class TestDamagedSafetensors:
         with pytest.raises(ValueError, match=r"is a pointer of Git LFS, .* run 'git lfs pull'"):
             CheckpointReader(tmp_path)
 
+    def test_a_file_that_may_not_be_read(self, tmp_path, monkeypatch):
+        """safetensors says that it is missing."""
+
+        def open_file(path, framework):
+            raise FileNotFoundError(path)
+
+        (tmp_path / "model.safetensors").touch()
+        monkeypatch.setattr("safetensors.safe_open", open_file)
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)
+        with pytest.raises(PermissionError, match="may not be read: change its permissions"):
+            CheckpointReader(tmp_path)
+
 
 class TestIndex:
     def index(self, tmp_path, content):

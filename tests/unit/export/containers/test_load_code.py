@@ -88,13 +88,13 @@ def test_commands_of_servers(models, tmp_path, quantize):
 
 @pytest.mark.parametrize("name", ["int3_wo_32", "int4_wo_per_channel", "int8_wo"])
 def test_vllm_reads_more_from_another_layout(models, tmp_path, name):
-    place = tmp_path / "a b"
+    place = tmp_path / "出 力"
     ModelExporter(place).export_safetensors_model(models(name))
     line, serve = get_container("hf_format").serve_command(place).splitlines()
     assert line == f"quark convert '{place}' '{place}-ct' --to compressed-tensors"
     assert serve == f"vllm serve '{place}-ct'"
     convert(place, f"{place}-ct", "compressed-tensors")
-    other = get_container("hf_format").serve_command(tmp_path / "a b-ct")
+    other = get_container("hf_format").serve_command(tmp_path / "出 力-ct")
     assert other == serve
 
 
@@ -112,9 +112,9 @@ def test_no_command_for_models_with_conv1d(kind, tmp_path, quantize):
 
 
 def test_fp8_is_loaded_by_this_package(models, tmp_path):
-    ModelExporter(tmp_path / "out").export_safetensors_model(models("fp8"), custom_mode="fp8")
-    line = get_container("hf_format").load_code(tmp_path / "out")
-    assert line.startswith("model = quark.torch.import_model_from_safetensors(None, ")
+    ModelExporter(tmp_path / "模型").export_safetensors_model(models("fp8"), custom_mode="fp8")
+    line = get_container("hf_format").load_code(tmp_path / "模型")
+    assert line == f'model = quark.torch.import_model_from_safetensors(None, "{tmp_path}/模型")'
 
 
 def test_the_class_of_other_models(tmp_path, quantize):
