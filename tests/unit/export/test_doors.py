@@ -51,6 +51,10 @@ SEVERAL = [
     "graph",
     "journal",
     "int8 fast",
+    "attention",
+    "attention per head",
+    "attention quark",
+    "attention probabilities",
 ]
 # Doors of two linear layers alone: a file opens in some 5 ms.
 OF_LAYERS = [
@@ -74,6 +78,8 @@ MORE = [
     *(f"torchao {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *("attention in parts", "attention per head in parts", "attention quark in parts"),
+    "attention probabilities in parts",
     *(f"compressed {name}" for name in ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")),
 ]
 
