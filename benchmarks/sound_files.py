@@ -35,12 +35,15 @@ LAYOUTS = (
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors
 # Schemes whose tensors compressed-tensors stores in other ways than integers of 4 bits.
 COMPRESSED = ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")
+# Schemes whose scales the layout of Quark stores in other ways than as floats.
+OWN_SCALES = ("amdfp4", "mx6", "bfp16")
 # Kinds of files that can hold two layers alone, which open in a few milliseconds.
 LAYERS = tuple(
     f"layers {name}"
     for name in (
         *(layout for layout in LAYOUTS if layout != "mxfp4"),  # which needs experts
         *("fp8 blocks", "native", "int8", "int5_wo_32", "nvfp4", "mxfp6_e2m3", "ptpc_fp8"),
+        *OWN_SCALES,
     )
 )
 # Kind of files -> schemes of attention, cache and weights ("": in float), layout.
@@ -139,7 +142,7 @@ def build_model(kind: str) -> Any:
         layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
     elif kind == "transforms":
         layer = scheme("int4_wo_32")
-    elif kind in COMPRESSED:
+    elif kind in (*COMPRESSED, *OWN_SCALES):
         layer = scheme(kind)
     if is_whole:
         model, data = build_float(2048 if kind == "gguf" else 64), ids()  # tokens of the tokenizer
@@ -285,7 +288,7 @@ def write(kind: str, directory: Path) -> None:
 
 # Kind of files -> layout, where it is another name.
 _MODES = {
-    **{"fp8 blocks": "fp8", "int8": "quark"},
+    **{"fp8 blocks": "fp8", "int8": "quark", **dict.fromkeys(OWN_SCALES, "quark")},
     **dict.fromkeys(("transforms", *COMPRESSED), "compressed-tensors"),
 }
 

@@ -60,6 +60,11 @@ class Possible:
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         return True, None
 
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        """Whether the formats are these, which vLLM 0.33 asks of kernels for MXFP4."""
+        return True
+
 
 class Int8(Possible, CPUInt8ScaledMMLinearKernel):
     """int8 weights and activations, static ones with offsets too, added up exactly.

@@ -10,7 +10,7 @@ import pytest
 from quark.conformance.comparison import Comparison
 from quark.conformance.page import Run, by_format, read_checkpoints, render
 from quark.conformance.registry import ORACLES
-from quark.conformance.results import floats, integers
+from quark.conformance.results import SHARED_EXPONENTS, floats, integers
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -98,7 +98,7 @@ def test_texts_and_checkpoints_of_the_document(document):
 def test_numbers_of_the_document(document):
     rows = rows_of(document, "Numbers")
     own = [name for name, software, *_ in rows if software == "definitions"]
-    assert own == [*floats(), *integers()]
+    assert own == [*floats(), *integers(), *SHARED_EXPONENTS]
     missing = re.search(r"Not installed where this page was made: (.*)\.", document)
     named = {software.partition(" ")[0] for _, software, *_ in rows}
     assert named | set(missing[1].split(", ") if missing else ()) == {*ORACLES}

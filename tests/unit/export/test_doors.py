@@ -61,7 +61,7 @@ OF_LAYERS = [
     *("layers quark", "layers awq", "layers gptq", "layers compressed-tensors", "layers fp8"),
     *("layers modelopt", "layers mxfp8", "layers mlx", "layers torchao", "layers transforms"),
     *("layers fp8 blocks", "layers native", "layers int8", "layers int5_wo_32", "layers nvfp4"),
-    *("layers mxfp6_e2m3", "layers ptpc_fp8"),
+    *("layers mxfp6_e2m3", "layers ptpc_fp8", "layers amdfp4", "layers mx6", "layers bfp16"),
 ]
 MORE = [
     *("quark in parts", "gptq in parts", "compressed-tensors in parts"),

@@ -197,6 +197,16 @@ def test_damaged_quantized_checkpoints(build, quantize, export, damage):
         load_checkpoint(path)
 
 
+def test_nan_as_a_scale_in_e5m3(build, quantize, export):
+    path = export(quantize(build(), "amdfp4"))
+    tensors = load_file(path / FILE)
+    assert tensors[SCALE].dtype == torch.uint8 and int(tensors[SCALE].max()) < 255
+    tensors[SCALE][3] = 255
+    save_file(tensors, path / FILE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"scales of its weight .* such as nan"):
+        load_checkpoint(path)
+
+
 def test_the_type_of_what_is_not_quantized(build, quantize, export):
     model = load_checkpoint(export(quantize(build(), "int4_wo_32")), "bfloat16")
     assert model.model.norm.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
