@@ -346,7 +346,8 @@ _FILE_DOORS = {
     for kind in ("float", *LAYOUTS, "fp8 blocks")
 }
 _COMPRESSED_DOORS = {
-    f"compressed {name}": Door(name, _agree(_load, _stream), True) for name in COMPRESSED
+    f"compressed {name.removeprefix('compressed ')}": Door(name, _agree(_load, _stream), True)
+    for name in COMPRESSED
 }
 DOORS: dict[str, Door] = {
     "float": Door("float", _load, True),

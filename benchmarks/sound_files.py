@@ -34,7 +34,8 @@ LAYOUTS = (
     "transforms",
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors
 # Schemes whose tensors compressed-tensors stores in other ways than integers of 4 bits.
-COMPRESSED = ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")
+# There is a layout mxfp8 too.
+COMPRESSED = ("int5_wo_32", "nvfp4", "compressed mxfp8", "mxfp6_e2m3", "ptpc_fp8")
 # Schemes whose scales the layout of Quark stores in other ways than as floats.
 OWN_SCALES = ("amdfp4", "mx6", "bfp16")
 # Kinds of files that can hold two layers alone, which open in a few milliseconds.
@@ -42,8 +43,8 @@ LAYERS = tuple(
     f"layers {name}"
     for name in (
         *(layout for layout in LAYOUTS if layout != "mxfp4"),  # which needs experts
-        *("fp8 blocks", "native", "int8", "int5_wo_32", "nvfp4", "mxfp6_e2m3", "ptpc_fp8"),
-        *OWN_SCALES,
+        *("fp8 blocks", "native", "int8"),
+        *(*COMPRESSED, *OWN_SCALES),
     )
 )
 # Kind of files -> schemes of attention, cache and weights ("": in float), layout.
@@ -143,7 +144,7 @@ def build_model(kind: str) -> Any:
     elif kind == "transforms":
         layer = scheme("int4_wo_32")
     elif kind in (*COMPRESSED, *OWN_SCALES):
-        layer = scheme(kind)
+        layer = scheme(kind.removeprefix("compressed "))
     if is_whole:
         model, data = build_float(2048 if kind == "gguf" else 64), ids()  # tokens of the tokenizer
     else:

@@ -62,6 +62,7 @@ OF_LAYERS = [
     *("layers modelopt", "layers mxfp8", "layers mlx", "layers torchao", "layers transforms"),
     *("layers fp8 blocks", "layers native", "layers int8", "layers int5_wo_32", "layers nvfp4"),
     *("layers mxfp6_e2m3", "layers ptpc_fp8", "layers amdfp4", "layers mx6", "layers bfp16"),
+    "layers compressed mxfp8",
 ]
 MORE = [
     *("quark in parts", "gptq in parts", "compressed-tensors in parts"),
@@ -120,6 +121,15 @@ def sound(fuzzer, tmp_path_factory):
         return place / kind
 
     return sound
+
+
+def test_files_named_after_a_layout_are_in_it(fuzzer, sound):
+    import sound_files
+
+    for layout in sound_files.LAYOUTS:
+        described = json.loads((sound(layout) / "config.json").read_text())
+        method = "compressed-tensors" if layout == "transforms" else layout
+        assert described["quantization_config"]["quant_method"] == method, layout
 
 
 def test_every_door_is_tried(fuzzer):
