@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sound_files import (
+    ATTENTION,
     COMPRESSED,
     GRAPH,
     LAYERS,
@@ -345,7 +346,8 @@ _FILE_DOORS = {
     for kind in ("float", *LAYOUTS, "fp8 blocks")
 }
 _COMPRESSED_DOORS = {
-    f"compressed {name}": Door(name, _agree(_load, _stream), True) for name in COMPRESSED
+    f"compressed {name.removeprefix('compressed ')}": Door(name, _agree(_load, _stream), True)
+    for name in COMPRESSED
 }
 DOORS: dict[str, Door] = {
     "float": Door("float", _load, True),
@@ -365,6 +367,8 @@ DOORS: dict[str, Door] = {
     **_FILE_DOORS,
     **_COMPRESSED_DOORS,
     **{kind: Door(kind, _layers, True) for kind in LAYERS},
+    **{kind: Door(kind, _load, True) for kind in ATTENTION},
+    **{f"{kind} in parts": Door(kind, _agree(_load, _stream), True) for kind in ATTENTION},
     "gguf in float": Door("gguf", _agree(_in_float, _stream_in_float), True),
     "k-quants": Door("k-quants", _agree(_in_float, _stream_in_float)),
     "k-quants packed": Door("k-quants", _agree(_load, _stream)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,26 @@ LAYOUTS = (
     "transforms",
 )  # of safetensors; transforms are rotations of inputs for compressed-tensors
 # Schemes whose tensors compressed-tensors stores in other ways than integers of 4 bits.
-COMPRESSED = ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")
+# There is a layout mxfp8 too.
+COMPRESSED = ("int5_wo_32", "nvfp4", "compressed mxfp8", "mxfp6_e2m3", "ptpc_fp8")
+# Schemes whose scales the layout of Quark stores in other ways than as floats.
+OWN_SCALES = ("amdfp4", "mx6", "bfp16")
 # Kinds of files that can hold two layers alone, which open in a few milliseconds.
 LAYERS = tuple(
     f"layers {name}"
     for name in (
         *(layout for layout in LAYOUTS if layout != "mxfp4"),  # which needs experts
-        *("fp8 blocks", "native", "int8", "int5_wo_32", "nvfp4", "mxfp6_e2m3", "ptpc_fp8"),
+        *("fp8 blocks", "native", "int8"),
+        *(*COMPRESSED, *OWN_SCALES),
     )
 )
+# Kind of files -> schemes of attention, cache and weights ("": in float), layout.
+ATTENTION = {
+    "attention": ("qkv_fp8", "", "int4_wo_32", "compressed-tensors"),
+    "attention per head": ("qkv_int8_per_head", "", "", "compressed-tensors"),
+    "attention quark": ("qkv_fp8_per_head", "", "int8_wo", "quark"),
+    "attention probabilities": ("fp8", "int4_per_head", "int8_wo", "quark"),
+}
 TOKENS = 64  # of the models
 MODEL = "params"  # name of the files of save_params
 GRAPH = "fx_graph_mode"
@@ -102,6 +114,8 @@ def build_model(kind: str) -> Any:
     from quark.torch.quantization.config.presets import scheme
     from quark.torch.quantization.config.spec import QuantizationSpec
 
+    if kind in ATTENTION:
+        return _build_attention(*ATTENTION[kind][:3])
     kind, is_whole = kind.removeprefix("layers "), not kind.startswith("layers ")
     weight = QuantizationSpec(
         "uint4", qscheme="per_group", ch_axis=-1, group_size=32, symmetric=False, is_dynamic=False
@@ -129,8 +143,8 @@ def build_model(kind: str) -> Any:
         layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
     elif kind == "transforms":
         layer = scheme("int4_wo_32")
-    elif kind in COMPRESSED:
-        layer = scheme(kind)
+    elif kind in (*COMPRESSED, *OWN_SCALES):
+        layer = scheme(kind.removeprefix("compressed "))
     if is_whole:
         model, data = build_float(2048 if kind == "gguf" else 64), ids()  # tokens of the tokenizer
     else:
@@ -138,6 +152,19 @@ def build_model(kind: str) -> Any:
     excluded = ["lm_head"] if is_whole else []
     config = Config(layer, exclude=excluded, algo_config=_rotations(kind, is_whole=is_whole))
     return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [data]))
+
+
+def _build_attention(scheme: str, cache: str, weights: str) -> Any:
+    """Return a small Llama with quantized attention, by the names of its schemes."""
+    from quark.torch import LLMTemplate, ModelQuantizer
+    from quark.torch.quantization.config.config import QuantizationConfig
+
+    config = LLMTemplate.get("llama").get_config(
+        weights or "int8_wo", attention_scheme=scheme, kv_cache_scheme=cache or None
+    )
+    if not weights:
+        config = replace(config, global_quant_config=QuantizationConfig())
+    return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(build_float(), [ids()]))
 
 
 def _rotations(kind: str, *, is_whole: bool) -> list[Any]:
@@ -254,7 +281,7 @@ def write(kind: str, directory: Path) -> None:
         sorted((directory / "blocks").iterdir())[-1].unlink()  # as if it had been killed
     else:
         layout = kind.removeprefix("layers ")
-        mode = _MODES.get(layout, layout)
+        mode = ATTENTION[kind][3] if kind in ATTENTION else _MODES.get(layout, layout)
         exporter.export_safetensors_model(
             build_model(kind), custom_mode=mode, max_shard_size="40kB"
         )
@@ -262,7 +289,7 @@ def write(kind: str, directory: Path) -> None:
 
 # Kind of files -> layout, where it is another name.
 _MODES = {
-    **{"fp8 blocks": "fp8", "int8": "quark"},
+    **{"fp8 blocks": "fp8", "int8": "quark", **dict.fromkeys(OWN_SCALES, "quark")},
     **dict.fromkeys(("transforms", *COMPRESSED), "compressed-tensors"),
 }
 

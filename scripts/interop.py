@@ -39,12 +39,13 @@ from typing import Any
 import torch
 from interop_alignment import Alignment, align
 from interop_clients import CLIENTS, environment, install, installed, say, version_of
-from interop_rows import ATTENTION, CACHE, UNNAMED, Row, rows
+from interop_rows import ATTENTION, CACHE, ROTATED, UNNAMED, Row, rows
 from interop_workers import of_model
 
 from quark.demo.text import calibration_documents, evaluation_documents, model_directory
 from quark.torch import LLMTemplate, ModelExporter, ModelQuantizer
 from quark.torch.evaluation.perplexity import token_windows
+from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
 
 LENGTH, WINDOWS, CALIBRATION = 128, 4, 8
 SERVED_AS_ONE = [["*q_proj", "*k_proj", "*v_proj"], ["*gate_proj", "*up_proj"]]
@@ -90,7 +91,8 @@ class Material:
         model = copy.deepcopy(self.model)
         if name == "float":
             return model
-        scheme, attention, _ = name.partition(ATTENTION)
+        scheme, rotated, _ = name.partition(ROTATED)
+        scheme, attention, _ = scheme.partition(ATTENTION)
         scheme, cache, _ = scheme.partition(CACHE)
         config = LLMTemplate.get("llama").get_config(
             scheme="bfloat16" if scheme in UNNAMED else scheme,
@@ -101,6 +103,10 @@ class Material:
         if scheme in UNNAMED:
             config = replace(config, global_quant_config=UNNAMED[scheme])
         config = replace(config, kv_cache_post_rope=bool(cache or attention))  # as vLLM has it
+        if rotated:
+            online = OnlineRotationConfig(online_rotation_layers=["*_proj"])
+            rotations = RotationConfig(r1=True, r2=True, rotation_size=64, online_config=online)
+            config = replace(config, algo_config=[rotations])
         if half_scales:
             weight = replace(config.global_quant_config.weight, scale_type="float16")
             layer = replace(config.global_quant_config, weight=weight)

@@ -19,6 +19,9 @@ from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
 from vllm.model_executor.kernels.linear.mxfp6.base import MxFp6LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
     FP8ScaledMMLinearKernel,
@@ -38,6 +41,7 @@ def replace() -> None:
     cpu = PlatformEnum.CPU
     kernels._POSSIBLE_INT8_KERNELS[cpu] = [Int8]
     kernels._POSSIBLE_FP8_KERNELS[cpu] = [Fp8]
+    kernels._POSSIBLE_FP8_BLOCK_KERNELS[cpu] = [Fp8Blocks]
     kernels._POSSIBLE_KERNELS[cpu] = [Weights]
     kernels._POSSIBLE_MXFP4_KERNELS[cpu] = [Mxfp4]
     kernels._POSSIBLE_MXFP6_KERNELS[cpu] = [Mxfp6]
@@ -46,6 +50,7 @@ def replace() -> None:
     ops.scaled_fp8_quant = to_fp8
     QuantFP8.forward_native = inputs_to_fp8
     ops.cpu_attn_reshape_and_cache = nearest_in_cache(ops.cpu_attn_reshape_and_cache)
+    ops.hadacore_transform = rotated
     mxfp4_utils.dequant_mxfp4 = lambda codes, scale, dtype: of_mx(codes, scale, FP4).to(dtype)
 
 
@@ -59,6 +64,11 @@ class Possible:
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         return True, None
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        """Whether the formats are these, which vLLM 0.33 asks of kernels for MXFP4."""
+        return True
 
 
 class Int8(Possible, CPUInt8ScaledMMLinearKernel):
@@ -103,6 +113,28 @@ class Fp8(Possible, FP8ScaledMMLinearKernel):
         return (y if bias is None else y + bias).view(*output_shape)
 
 
+class Fp8Blocks(Possible, Fp8BlockScaledMMLinearKernel):
+    """fp8 weights in blocks of two axes, and inputs in groups as long as these blocks."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        params = self._get_layer_params(layer)
+        rows, columns = self.weight_group_shape
+        scales = params.block_scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        layer.values = params.weight.double() * scales[: len(params.weight)].double()
+
+    def apply_weights(
+        self, layer: Any, x: Tensor, bias: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        groups = x.unflatten(-1, (-1, self.weight_group_shape[1]))
+        scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / FP8_MAX  # padding is zeros
+        values = (groups / scale).to(torch.float8_e4m3fn).double() * scale
+        y = F.linear(values.flatten(-2), layer.values).to(x.dtype)
+        return y if bias is None else y + bias
+
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+        raise NotImplementedError("apply_weights does it")
+
+
 class Weights(Possible, CPUWNA16LinearKernel):
     """Integer weights in groups, beside activations in float."""
 
@@ -118,6 +150,15 @@ class Weights(Possible, CPUWNA16LinearKernel):
 
     def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.values.to(x.dtype), bias)
+
+
+def rotated(x: Tensor, inplace: bool = True) -> Tensor:
+    """Return x, (…, n), times the Sylvester matrix of order n over the root of n."""
+    size, parts = x.shape[-1], x.double().unsqueeze(-1)  # (…, n, 1): each step doubles the last
+    while parts.shape[-1] < size:
+        even, odd = parts[..., ::2, :], parts[..., 1::2, :]
+        parts = torch.cat([even + odd, even - odd], -1)
+    return (parts.squeeze(-2) / size**0.5).to(x.dtype)
 
 
 def dense(words: Tensor, width: int) -> Tensor:

@@ -11,6 +11,7 @@ from interop_alignment import Alignment
 
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme, scheme_names
+from quark.torch.quantization.config.spec import QuantizationSpec
 
 
 class Expected(NamedTuple):
@@ -52,9 +53,11 @@ ALIGNED_CLOSE = Expected(perplexity=1, beside=SUMS)
 ALIGNED_NVFP4 = TIES._replace(beside=Alignment(aligned=1e-4, layers=1e-2, between=1e-2))
 ALIGNED_CACHE = ALIGNED_TIES._replace(may_refuse=True)  # fp8 caches of vLLM take AVX-512
 LACKS = Expected(perplexity=2, may_refuse=True)  # in bfloat16, or not at all
-OTHER_INPUTS = Expected(perplexity=3)  # vLLM rounds inputs that the checkpoint leaves in float
+OTHER_INPUTS = Expected(perplexity=3)  # it rounds inputs that stay in float here, or does not
 
 CACHE, ATTENTION = " + fp8 cache", " + fp8 attention"
+ROTATED = " + rotated inputs"
+BLOCKS = "fp8 in blocks of 128"
 CT = "compressed-tensors"
 AS_IT_IS = "vllm as it is"
 W8A8 = "w_int8_per_channel_a_int8_per_tensor_sym"
@@ -73,6 +76,14 @@ UNNAMED = {
     DYNAMIC: QuantizationConfig(
         weight=scheme("fp8").weight,
         input_tensors=replace(scheme("fp8").input_tensors, is_dynamic=True),
+    ),
+    BLOCKS: QuantizationConfig(
+        weight=QuantizationSpec(
+            "fp8_e4m3", qscheme="per_block", block_size=(128, 128), is_dynamic=False
+        ),
+        input_tensors=QuantizationSpec(
+            "fp8_e4m3", qscheme="per_group", ch_axis=-1, group_size=128, is_dynamic=True
+        ),
     ),
 }
 ALL = tuple(name for name in scheme_names() if not name.startswith("w_"))
@@ -103,6 +114,8 @@ ONNX = (SIGNED, "int8_wo", "int8_wo_128", "int4_wo_32", "uint4_wo_128", "int3_wo
 
 TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("transformers", "quark", SAME, (*ALL, W8A8, "fp8" + CACHE)),
+    ("transformers", "fp8", OTHER_INPUTS, (BLOCKS,)),  # without a GPU it leaves inputs in float
+    ("transformers", "mxfp8", CLOSE, ("mxfp8",)),
     ("transformers", "gguf", SAME, GGUF),
     ("transformers", "gguf", CLOSE, GGUF_OFFSETS),  # offsets are rounded to float16
     ("transformers", "gguf", SAME, GGUF_BLOCKS),
@@ -123,6 +136,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
         SAME,
         ("int4_wo_per_channel", "ptpc_fp8", "int5_wo_128", "int6_wo_128", "int7_wo_128"),
     ),
+    (CT, CT, SAME, ("int2_wo_128", "int3_wo_128")),
     (CT, CT, CLOSE, ("w_int4_per_group_a_int8_per_token_dynamic",)),
     (CT, CT, SAME, ("int4_wo_128" + ATTENTION, "fp8" + ATTENTION, "int8_wo" + CACHE)),
     (CT, CT, LACKS, ("mxfp6_e2m3", "mxfp8", "w_mxfp8")),
@@ -171,12 +185,15 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", CT, ALIGNED_CLOSE, INT8_PER_TOKEN),
     ("vllm", CT, ALIGNED_CACHE, ("int8" + CACHE, "fp8" + CACHE)),
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
-    ("vllm", CT, EXACT, ("int5_wo_128", "int6_wo_128", "int7_wo_128")),
+    ("vllm", CT, EXACT, tuple(f"int{bits}_wo_128" for bits in (2, 3, 5, 6, 7))),
+    ("vllm", CT, EXACT, ("int4_wo_128" + ROTATED,)),
     ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "mxfp8")),
     ("vllm", CT, LACKS, ("w_int4_per_group_a_int8_per_token_dynamic",)),
     ("vllm", "modelopt", TIES, ("fp8", "nvfp4")),
     ("vllm", "modelopt", CLOSE, ("mxfp8",)),  # it leaves the inputs in float
     ("vllm", "modelopt", LACKS, ("nvfp4_weight_only",)),
+    ("vllm", "quark", ALIGNED_TIES, (BLOCKS,)),
+    ("vllm", "fp8", ALIGNED_TIES, (BLOCKS,)),
     ("vllm", "fp8", ALIGNED_TIES, ("fp8",)),
     ("vllm", "fp8", ALIGNED_CACHE, ("fp8" + CACHE,)),
     (AS_IT_IS, "quark", LACKS, ("int8", W8A8, "ptpc_int8", "ptpc_fp8", "fp8", *GROUPS_OF_4)),

@@ -119,6 +119,60 @@ def blocks(x: torch.Tensor, fmt: Format, mode: str, largest: float) -> torch.Ten
     return nearest(x.double() / scale, fmt) * scale
 
 
+def shared_exponent_blocks(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return values rounded to integers times a step of their block, float64 in the shape of ``x``.
+
+    With E = floor(log2(amax)), or -127 where amax is below the smallest normal float32:
+
+    - MX6 and MX9, blocks of 16: the step is 2^(E - bits + 2), half of it for a pair of values that
+      are both below 2^E; codes are symmetric;
+    - BFP16, blocks of 8: the step is 2^(E - 6), twice that where a code would be beyond the range,
+      at most 2^120, under which every code is finite;
+    - MXINT8, blocks of 32: the step is 2^(E - 6); E is one more where amax rounds to 2^(E + 1) in 9
+      bits, those of subnormal steps counted from 2^-126.
+
+    Args:
+        x: (n), whole blocks one after the other.
+        fmt: One of these formats.
+    """
+    wide = x.double().numpy().reshape(-1, fmt.block or 32)
+    amax = np.abs(wide).max(-1, keepdims=True)
+    exponent = np.where(amax < 2.0**-126, -127, np.frexp(amax)[1] - 1)
+    top, low = (1 << (fmt.bits - 1)) - 1, -(1 << (fmt.bits - 1))
+    if fmt.sub_block:
+        pairs = np.abs(wide).reshape(len(wide), -1, fmt.sub_block).max(-1)
+        gains = np.repeat((pairs < np.ldexp(1.0, exponent)) & (exponent > -127), fmt.sub_block, -1)
+        step, low = np.ldexp(1.0, exponent - gains - fmt.bits + 2), -top
+    elif fmt.block:
+        step = np.ldexp(1.0, exponent - 6)
+        codes = np.round(wide / step)
+        is_beyond = (codes > top).any(-1, keepdims=True) | (codes < low).any(-1, keepdims=True)
+        step = np.minimum(step * (1 + is_beyond), 2.0**120)
+    else:
+        half = np.ldexp(1.0, np.maximum(exponent, -126) - 9)
+        exponent = np.minimum(exponent + (amax >= np.ldexp(2.0, exponent) - half), 127)
+        step, low = np.ldexp(1.0, exponent - 6), -top
+    values = np.clip(np.round(wide / step), low, top) * step + 0.0
+    return torch.from_numpy(values).reshape(x.shape)
+
+
+def signed_blocks(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return values rounded in blocks of ggml with signed scales, float64 in the shape of ``x``.
+
+    The scale is m / -2^(bits - 1) in float16, with m the value of the largest magnitude, so that m
+    has the lowest code; a value is the nearest code, ties to even, times the scale as stored.
+
+    Args:
+        x: (blocks, elements) float32.
+        fmt: Signed integers.
+    """
+    wide = x.double().numpy()
+    largest = np.take_along_axis(wide, np.abs(wide).argmax(-1, keepdims=True), -1)
+    scale = (largest / -(1 << (fmt.bits - 1))).astype(np.float16).astype(np.float64)
+    half = 1 << (fmt.bits - 1)
+    return torch.from_numpy(np.clip(np.round(wide / scale), -half, half - 1) * scale)
+
+
 def two_level_blocks(x: torch.Tensor, fmt: Format, scale_fmt: Format) -> torch.Tensor:
     """Return values rounded in blocks under two levels of scales, float32 in the shape of ``x``.
 

@@ -186,6 +186,8 @@ def _damaged(results: list[dict[str, Any]]) -> str:
         "be those of another model. Anything else is a defect: other exceptions, other "
         "bits, more than 20 CPU seconds or 1 GiB, the end of the process. "
         "`layers …` are two linear layers, read by `ModelImporter`: a round takes 5 ms. "
+        "`attention …` quantize queries, keys and values: in compressed-tensors with one scale and "
+        "per head, in Quark's layout per head, and there with probabilities. "
         "`compressed …` and `k-quants packed` read files whole and in parts, which must agree.\n\n"
         + _table("reader | seed | files | refused | loaded | defects | last", "lrrrrrl", rows)
     )

@@ -14,6 +14,7 @@ from quark.torch.numerics.scheme import Scheme
 
 # Elements of MX blocks.
 MX_FLOATS = ("fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4")
+SHARED_EXPONENTS = ("mx", "mx6", "mx9", "bfp16")  # formats of integers
 
 
 def floats() -> list[str]:
@@ -49,6 +50,13 @@ def mx_scheme(fmt: Format, mode: str = "even") -> Scheme:
     """Return the scheme of MX blocks of 32 elements."""
     per_group = QSchemeType.per_group
     return Scheme(fmt, per_group, axis=-1, group=BLOCK, scale=E8M0, scale_mode=mode)
+
+
+def shared_exponent_scheme(fmt: Format) -> Scheme:
+    """Return the scheme of blocks that share an exponent, by default of 32 elements."""
+    if not fmt.block:
+        return mx_scheme(fmt)
+    return Scheme(fmt, QSchemeType.per_group, axis=-1, group=fmt.block)
 
 
 def nvfp4_scheme() -> Scheme:

@@ -68,7 +68,7 @@ DOCUMENTED = {
     ],
     ("quark",): ["__version__"],
 }
-# What vLLM 0.10 to 0.32, SGLang and the tests of Transformers import.
+# What vLLM 0.10 to 0.33, SGLang and the tests of Transformers import.
 IMPORTED_BY_SERVERS = {
     "quark.torch.kernel.mx": ["dq_mxfp4", "qdq_mxfp4"],
     "quark.torch.kernel.hw_emulation.hw_emulation_interface": [

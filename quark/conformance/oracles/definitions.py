@@ -10,12 +10,14 @@ from quark.conformance import definitions
 from quark.conformance.comparison import Comparison, compare
 from quark.conformance.results import (
     MX_FLOATS,
+    SHARED_EXPONENTS,
     floats,
     in_blocks,
     integers,
     mx_scheme,
     nvfp4_scheme,
     rounded,
+    shared_exponent_scheme,
     through_codes,
 )
 from quark.conformance.samples import block_values, extremes, half_values, usual_values
@@ -67,6 +69,14 @@ def _blocks(every: int) -> Iterator[Comparison]:
                 kind = str(dtype).removeprefix("torch.")
                 operation = f"MX blocks of {kind}, {mode}"
                 yield compare(name, operation, ours, wanted.to(dtype), inputs=x)
+    for name in SHARED_EXPONENTS:
+        fmt = Dtype[name].value
+        for dtype in (torch.float32, torch.bfloat16):
+            x = blocks.to(dtype)
+            wanted = definitions.shared_exponent_blocks(blocks, fmt).to(dtype)
+            ours = in_blocks(x, shared_exponent_scheme(fmt))
+            kind = str(dtype).removeprefix("torch.")
+            yield compare(name, f"blocks of {kind}", ours + 0.0, wanted, inputs=x)
     x = usual_values(512, 64)
     wanted = definitions.two_level_blocks(
         x.reshape(-1, 16), Dtype.fp4.value, Dtype.fp8_e4m3.value

@@ -138,7 +138,10 @@ def _with_sign(codes: torch.Tensor, bits: torch.Tensor, fmt: Format) -> torch.Te
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return the float32 values of codes, from a table of all codes: the inverse of ``encode``."""
+    """Return the float32 values of codes, from a table of all codes: the inverse of ``encode``.
+
+    Codes beyond the largest value, such as 255 of fp8_e5m3, are NaN.
+    """
     table = _values(torch.arange(1 << fmt.bits, dtype=torch.int32, device=codes.device), fmt)
     return table.index_select(0, codes.reshape(-1).to(torch.int32)).view(codes.shape)
 
@@ -151,6 +154,7 @@ def _values(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     normal = (magnitude << (23 - fmt.mantissa_bits)) + (_offset(fmt) << 23)
     small = magnitude * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
     values = torch.where(magnitude < 1 << fmt.mantissa_bits, small, normal.view(torch.float32))
+    values = torch.where(values > fmt.max_value, torch.nan, values)
     return torch.where(codes & sign_bit != 0, -values, values) if sign_bit else values
 
 

@@ -10,7 +10,7 @@ import pytest
 from quark.conformance.comparison import Comparison
 from quark.conformance.page import Run, by_format, read_checkpoints, render
 from quark.conformance.registry import ORACLES
-from quark.conformance.results import floats, integers
+from quark.conformance.results import SHARED_EXPONENTS, floats, integers
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -98,7 +98,7 @@ def test_texts_and_checkpoints_of_the_document(document):
 def test_numbers_of_the_document(document):
     rows = rows_of(document, "Numbers")
     own = [name for name, software, *_ in rows if software == "definitions"]
-    assert own == [*floats(), *integers()]
+    assert own == [*floats(), *integers(), *SHARED_EXPONENTS]
     missing = re.search(r"Not installed where this page was made: (.*)\.", document)
     named = {software.partition(" ")[0] for _, software, *_ in rows}
     assert named | set(missing[1].split(", ") if missing else ()) == {*ORACLES}
@@ -108,3 +108,32 @@ def test_numbers_of_the_document(document):
     for software, name, _, deviations, *_ in rows_of(document, "Deviations of other software"):
         sums[name, software] += int(deviations.replace(",", ""))
     assert sums == Counter({(name, by): int(n) for name, by, _, _, n in rows if int(n)})
+
+
+# Words of docs/serving.md -> clients whose rows they count.
+COUNTED = {
+    "llama.cpp": ["llama.cpp"],
+    "ModelOpt": ["modelopt"],
+    "amd-quark": ["amd-quark"],
+    "mlx-lm": ["mlx"],
+    "gptqmodel": ["gptqmodel"],
+    "Transformers": ["transformers"],
+    "vLLM 0.32.0 on a CPU, in float32": ["vllm"],
+    "vLLM 0.32.0 on a CPU, by its own": ["vllm as it is"],
+    "lm-eval": ["lm-eval"],
+    "compressed-tensors": ["compressed-tensors", "onnxruntime", "torchao"],
+}
+
+
+def test_rows_that_the_page_of_servers_counts():
+    stored = Counter(row["client"] for row in read_checkpoints(DOCS / "checkpoints.json")["rows"])
+    text = (DOCS / "serving.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\d+) \| 2026[\d, -]+\|$", text, re.M)
+    found = {
+        words: int(count) for start in COUNTED for words, count in rows if words.startswith(start)
+    }
+    assert len(found) == len(rows) == len(COUNTED)
+    assert sum(found.values()) == stored.total()
+    for start, clients in COUNTED.items():
+        count = next(n for words, n in found.items() if words.startswith(start))
+        assert count == sum(stored[client] for client in clients), start

@@ -51,13 +51,18 @@ SEVERAL = [
     "graph",
     "journal",
     "int8 fast",
+    "attention",
+    "attention per head",
+    "attention quark",
+    "attention probabilities",
 ]
 # Doors of two linear layers alone: a file opens in some 5 ms.
 OF_LAYERS = [
     *("layers quark", "layers awq", "layers gptq", "layers compressed-tensors", "layers fp8"),
     *("layers modelopt", "layers mxfp8", "layers mlx", "layers torchao", "layers transforms"),
     *("layers fp8 blocks", "layers native", "layers int8", "layers int5_wo_32", "layers nvfp4"),
-    *("layers mxfp6_e2m3", "layers ptpc_fp8"),
+    *("layers mxfp6_e2m3", "layers ptpc_fp8", "layers amdfp4", "layers mx6", "layers bfp16"),
+    "layers compressed mxfp8",
 ]
 MORE = [
     *("quark in parts", "gptq in parts", "compressed-tensors in parts"),
@@ -74,6 +79,8 @@ MORE = [
     *(f"torchao {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"transforms {way}" for way in ("in parts", "in float", "fast", "to files")),
     *(f"mxfp4 {way}" for way in ("in parts", "in float", "fast", "to files")),
+    *("attention in parts", "attention per head in parts", "attention quark in parts"),
+    "attention probabilities in parts",
     *(f"compressed {name}" for name in ("int5_wo_32", "nvfp4", "mxfp8", "mxfp6_e2m3", "ptpc_fp8")),
 ]
 
@@ -114,6 +121,15 @@ def sound(fuzzer, tmp_path_factory):
         return place / kind
 
     return sound
+
+
+def test_files_named_after_a_layout_are_in_it(fuzzer, sound):
+    import sound_files
+
+    for layout in sound_files.LAYOUTS:
+        described = json.loads((sound(layout) / "config.json").read_text())
+        method = "compressed-tensors" if layout == "transforms" else layout
+        assert described["quantization_config"]["quant_method"] == method, layout
 
 
 def test_every_door_is_tried(fuzzer):

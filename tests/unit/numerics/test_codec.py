@@ -63,7 +63,7 @@ def bits(x):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_code_by_the_definition(name):
-    codes = range(1 << Dtype[name].value.bits)
+    codes = finite_codes(name).tolist()
     values = decode(torch.tensor(codes), Dtype[name].value)
     assert [Fraction(v) for v in values.tolist()] == [exact(c, *FIELDS[name]) for c in codes]
 
@@ -79,7 +79,7 @@ def test_every_code_as_ml_dtypes(name):
 @pytest.mark.parametrize("kind", [torch.uint8, torch.int32, torch.float32], ids=str)
 def test_codes_come_back(name, kind):
     fmt = Dtype[name].value
-    codes = torch.arange(1 << fmt.bits).to(kind)
+    codes = finite_codes(name).to(kind)
     encoded = encode(decode(codes, fmt), fmt)
     assert encoded.dtype == torch.int32
     assert torch.equal(encoded, codes.to(torch.int32))
@@ -89,13 +89,14 @@ def test_codes_come_back(name, kind):
 def test_codes_of_magnitudes_are_in_order(name):
     fmt = Dtype[name].value
     values = decode(torch.arange(1 << (fmt.bits - fmt.signed)), fmt)
+    values = values[~values.isnan()]
     assert values[0] == 0 and (values.diff() > 0).all()
 
 
 def test_e5m3_saturates_below_its_highest_binade():
     codes = finite_codes("fp8_e5m3")
     assert decode(codes, Dtype.fp8_e5m3.value).max() == Dtype.fp8_e5m3.value.max_value == 114688
-    assert len(codes) == 255  # the last one is NaN
+    assert len(codes) == 255 and decode(torch.tensor([255]), Dtype.fp8_e5m3.value).isnan()
 
 
 @pytest.mark.parametrize("name", CASTS)

@@ -70,7 +70,7 @@ def test_codes_packed_in_pieces_are_those_packed_at_once(name, axis, monkeypatch
 @pytest.mark.parametrize("name", ["fp4", "fp6_e3m2", "fp8_e5m3"])
 def test_codes_are_decoded_in_any_order_of_memory(name):
     fmt = Dtype[name].value
-    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).reshape(-1, 4)
+    codes = torch.arange(1 << fmt.bits, dtype=torch.uint8).clamp(max=254).reshape(-1, 4)
     assert torch.equal(decode(codes.t(), fmt), decode(codes, fmt).t())
     assert torch.equal(decode(codes[:, 1], fmt), decode(codes, fmt)[:, 1])
 

@@ -78,13 +78,33 @@ def check_float_model(directory: Path, trust_remote_code: bool = False) -> Any:
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: The configuration is not understood, or tensors do not fit the model.
+        ValueError: The configuration is not understood, or tensors do not fit the model; or it is
+            quantized by a method that Transformers does not know.
     """
     config = read_config(directory, trust_remote_code)
-    is_quantized = bool(read_config_json(directory).get(SECTION))
-    if any(directory.glob("*.safetensors")) and not is_quantized:
+    section = read_config_json(directory).get(SECTION)
+    if section:
+        _check_method(section, directory, trust_remote_code)
+    elif any(directory.glob("*.safetensors")):
         check_float_headers(directory, config, trust_remote_code)
     return config
+
+
+def _check_method(section: Any, directory: Path, trust_remote_code: bool) -> None:
+    """Check that Transformers knows the method of a quantized model.
+
+    Otherwise it takes codes for weights. Python code of the directory may know other methods.
+
+    Raises:
+        ValueError: It does not.
+    """
+    from transformers.quantizers import AutoHfQuantizer
+
+    if not trust_remote_code and not AutoHfQuantizer.supports_quant_method(section):
+        raise ValueError(
+            f"{directory} is quantized by the method {section.get('quant_method')!r}, which "
+            "neither this package nor Transformers reads. Load it with the software that wrote it."
+        )
 
 
 def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = False) -> None:

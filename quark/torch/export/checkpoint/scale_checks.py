@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.formats.layouts.packed import PackedLayout
+from quark.torch.numerics.codec import decode
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.tensor_names import PARAMETERS, SHORT_NAMES
 from quark.torch.quantization.nn.packed import PackedLayer
@@ -88,6 +89,10 @@ def _scale_values(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Return stored scales in float32, and stored exponents as 1, or NaN for the byte 255."""
     if scale.is_floating_point():
         return scale.float()
-    values = torch.ones(scale.shape, device=scale.device)
-    is_exponent = scheme.shares_exponents and not scheme.fmt.sub_block
-    return values.masked_fill(scale == 255, torch.nan) if is_exponent else values
+    if scheme.shares_exponents:
+        exponents = scale[..., 0] if scheme.fmt.sub_block else scale  # shifts follow, any bits
+        values = torch.ones(exponents.shape, device=scale.device)
+        return values.masked_fill(exponents == 255, torch.nan)
+    if scheme.scale.fmt is not None:
+        return decode(scale, scheme.scale.fmt)
+    return torch.ones(scale.shape, device=scale.device)

@@ -22,12 +22,14 @@ _NVFP4 = r"fp4 per group 16 \(fp8_e4m3 scales\) \| "
 _NVFP4_INPUT = r"fp4 per group 16 dynamic \(fp8_e4m3 scales\)"
 _MXFP4 = r"fp4 per group 32 \(e8m0 scales\) \| (fp4 per group 32 dynamic \(e8m0 scales\))?"
 _MXFP8 = r"fp8_e4m3 per group 32 \(e8m0 scales\) \| fp8_e4m3 per group 32 dynamic \(e8m0 scales\)"
+_FP8_BLOCKS = r"fp8_e4m3 per block 128x128 \| fp8_e4m3 per group 128 dynamic"
 _FP8_STATIC = r"fp8_e4m3 per tensor \| fp8_e4m3 per tensor static"
 _READ = {
     "quark": (
         _GROUPS,
         _INT8,
         _FP8,
+        _FP8_BLOCKS,
         rf"{_MX} \| ({_MX_INPUT}|fp8_e4m3 per tensor static)?",
         _NVFP4 + _NVFP4_INPUT,
     ),
@@ -43,7 +45,7 @@ _READ = {
         _MXFP8,
     ),
     "modelopt": (_FP8_STATIC, rf"{_NVFP4}({_NVFP4_INPUT})?", _MXFP8),
-    "fp8": (_FP8, r"fp8_e4m3 per block 128x128 \| fp8_e4m3 per group 128 dynamic"),
+    "fp8": (_FP8, _FP8_BLOCKS),
 }
 _CACHE = re.compile(r"(fp8_e4m3 per tensor.*)?")
 

@@ -14,6 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quark.torch.progress import elapsed_progress
 
+# From opset 23 on, torch writes the operator Attention, which no converter takes to later opsets.
+LAST_OPSET_WITHOUT_ATTENTION = 22
+
 
 def trace_module(
     module: nn.Module,
@@ -47,13 +50,15 @@ def trace_module(
             tuple(args),
             input_names=list(input_names),
             output_names=list(output_names) or None,
-            opset_version=opset,
+            opset_version=min(opset, LAST_OPSET_WITHOUT_ATTENTION),
             dynamic_shapes=(tuple(shapes),),
             dynamo=True,
             optimize=False,
             verbose=verbose,
         )
         model = program.model
+        if opset > LAST_OPSET_WITHOUT_ATTENTION:
+            model = _convert(model, opset)
     if model.opset_imports[""] != opset:
         raise ValueError(
             f"torch.onnx.export cannot convert the model to opset_version={opset}: leave it out."
@@ -61,15 +66,25 @@ def trace_module(
     return model
 
 
+def _convert(model: Any, opset: int) -> Any:
+    """Return an ``onnx_ir.Model`` in a later opset, or in the same one if that cannot be."""
+    from onnxscript import version_converter
+
+    version_converter.convert_version(model, opset, fallback=True)
+    return model
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the exporter's warnings about optional packages and about its own code."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch.export.checkpoint import float_model
-from quark.torch.export.recognition import load_checkpoint
+from quark.torch.export.recognition import check_checkpoint, load_checkpoint
 from tests.models import architectures
 
 FILE = "model.safetensors"
@@ -197,7 +197,29 @@ def test_damaged_quantized_checkpoints(build, quantize, export, damage):
         load_checkpoint(path)
 
 
+def test_nan_as_a_scale_in_e5m3(build, quantize, export):
+    path = export(quantize(build(), "amdfp4"))
+    tensors = load_file(path / FILE)
+    assert tensors[SCALE].dtype == torch.uint8 and int(tensors[SCALE].max()) < 255
+    tensors[SCALE][3] = 255
+    save_file(tensors, path / FILE, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"scales of its weight .* such as nan"):
+        load_checkpoint(path)
+
+
 def test_the_type_of_what_is_not_quantized(build, quantize, export):
     model = load_checkpoint(export(quantize(build(), "int4_wo_32")), "bfloat16")
     assert model.model.norm.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
     assert model(torch.ones(1, 4, dtype=torch.int64)).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("method", ["other", "AWQ", ""])
+def test_a_method_that_nobody_knows(build, quantize, export, method):
+    """Transformers would take codes for weights."""
+    path = export(quantize(build(), "int8_wo"))
+    described = json.loads((path / "config.json").read_text())
+    described["quantization_config"]["quant_method"] = method
+    (path / "config.json").write_text(json.dumps(described))
+    for open_files in (load_checkpoint, check_checkpoint):
+        with pytest.raises(ValueError, match="neither this package nor Transformers reads"):
+            open_files(path)

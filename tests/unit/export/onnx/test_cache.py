@@ -18,6 +18,11 @@ CASES = {
     "llama": ("llama", "int4_wo_32", {}),
     "keys before rotary embedding": ("llama", "int8_wo", CACHE),
     "keys after rotary embedding": ("llama", "int8_wo", {**CACHE, "kv_cache_post_rope": True}),
+    "queries after rotary embedding": (
+        "llama",
+        "int8_wo",
+        {**CACHE, "kv_cache_post_rope": True, "query_quant_config": {"*q_proj": FP8}},
+    ),
     "quantized attention": ("llama", "int8_wo", {**CACHE, "softmax_quant_spec": spec("fp8_e4m3")}),
     "sliding windows": ("gemma3_text", "int4_wo_32", {}),
     "opt": ("opt", "int8_wo", {}),

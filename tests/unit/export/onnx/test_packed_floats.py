@@ -31,3 +31,16 @@ def test_opset_28_has_types_for_narrow_floats_and_their_scales(tmp_path):
         found = name_of(codes.data_type), name_of(scale.data_type), len(codes.raw_data) / 64
         assert found == kind
         assert torch.from_numpy(result).equal(model.layers[i].value("weight").T), kind
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["w_mxfp6_e2m3", "mxfp4_weight_only"])
+def test_a_decoder_in_opset_28(build, quantize, tmp_path, name):
+    """Its attention is written without the operator Attention."""
+    model, tokens = quantize(build(), name), torch.arange(12).reshape(2, 6)
+    export_onnx(model, tmp_path / "out", tokens, opset_version=28)
+    path = tmp_path / "out" / "quark_model.onnx"
+    onnx.checker.check_model(str(path), full_check=True)
+    other = tokens.flip(1) + 7
+    (result,) = onnx.reference.ReferenceEvaluator(str(path)).run(None, {"input_ids": other.numpy()})
+    assert float((torch.from_numpy(result) - model(other).logits).abs().max()) < 1e-5
