@@ -89,7 +89,7 @@ SCHEMES = {
     "nvfp4": (NONE, "awq", "r1r2"),
 }
 CHOSEN = ":choose_damping"  # after a name: this option is on
-RANDOM = "random_tokens"
+NUMBERS = ("random_tokens", "output_damp_percent")  # options that a label states with their value
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 # What of other software is measured, where it has the scheme.
 ASKED = {
@@ -239,8 +239,8 @@ def label(row: Row) -> str:
         online = options.get("online_config")
         blocks = [f"of {options['rotation_size']} inputs"] if online else []
         factors = ["after factors"] if online and "use_input_prescale" in online else []
-        share = [f"random tokens {options[RANDOM]:g}"] if RANDOM in options else []
-        words.append(" ".join([options["name"], *on, *share, *steps, *blocks, *factors]))
+        shares = [f"{n.replace('_', ' ')} {options[n]:g}" for n in NUMBERS if n in options]
+        words.append(" ".join([options["name"], *on, *shares, *steps, *blocks, *factors]))
     made = ", ".join(words) or NONE
     made = f"{row['software']}: {made}" if "software" in row else made
     return f"{made} (part {row['part']})" if "part" in row else made
