@@ -36,6 +36,8 @@ LAYOUTS = (
 # Schemes whose tensors compressed-tensors stores in other ways than integers of 4 bits.
 # There is a layout mxfp8 too.
 COMPRESSED = ("int5_wo_32", "nvfp4", "compressed mxfp8", "mxfp6_e2m3", "ptpc_fp8")
+# Schemes of the layout modelopt, whose own kind of files holds weights alone.
+MODELOPT = ("modelopt fp8", "modelopt nvfp4")
 # Schemes whose scales the layout of Quark stores in other ways than as floats.
 OWN_SCALES = ("amdfp4", "mx6", "bfp16")
 # Kinds of files that can hold two layers alone, which open in a few milliseconds.
@@ -44,7 +46,7 @@ LAYERS = tuple(
     for name in (
         *(layout for layout in LAYOUTS if layout != "mxfp4"),  # which needs experts
         *("fp8 blocks", "native", "int8"),
-        *(*COMPRESSED, *OWN_SCALES),
+        *(*COMPRESSED, *MODELOPT, *OWN_SCALES),
     )
 )
 # Kind of files -> schemes of attention, cache and weights ("": in float), layout.
@@ -143,8 +145,8 @@ def build_model(kind: str) -> Any:
         layer = scheme({"modelopt": "nvfp4_weight_only"}.get(kind, kind))
     elif kind == "transforms":
         layer = scheme("int4_wo_32")
-    elif kind in (*COMPRESSED, *OWN_SCALES):
-        layer = scheme(kind.removeprefix("compressed "))
+    elif kind in (*COMPRESSED, *MODELOPT, *OWN_SCALES):
+        layer = scheme(kind.removeprefix("compressed ").removeprefix("modelopt "))
     if is_whole:
         model, data = build_float(2048 if kind == "gguf" else 64), ids()  # tokens of the tokenizer
     else:
@@ -291,6 +293,7 @@ def write(kind: str, directory: Path) -> None:
 _MODES = {
     **{"fp8 blocks": "fp8", "int8": "quark", **dict.fromkeys(OWN_SCALES, "quark")},
     **dict.fromkeys(("transforms", *COMPRESSED), "compressed-tensors"),
+    **dict.fromkeys(MODELOPT, "modelopt"),
 }
 
 # Part of the name of a tensor -> type of its blocks, places of float16 scales in a block.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,7 @@ from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.quantization.graph_mode.inputs import example_arguments
+from quark.torch.quantization.nn.layer import QuantizedLayer
 
 ROWS, TOKENS = 2, 16  # of the random text that predictions are compared on
 SEED = 0
@@ -25,6 +27,7 @@ SEED = 0
 # or offsets more than 1.
 TOLERANCE = 0.25
 OWN = "this package"
+INPUT_QUANTIZERS = {"_input_quantizer", "input_quantizer"}  # of fake-quantized and packed layers
 
 
 class Verdict(NamedTuple):
@@ -60,6 +63,7 @@ def verify_predictions(
     size: int,
     load: Callable[[], nn.Module],
     trust_remote_code: bool,
+    is_dequantized: bool = False,
 ) -> Verdict:
     """Compare the predictions of a checkpoint in Transformers with those of ``model``.
 
@@ -73,6 +77,8 @@ def verify_predictions(
         size: Bytes of its files with weights.
         load: Loads it with this package.
         trust_remote_code: Passed to Transformers.
+        is_dequantized: Whether Transformers dequantizes the weights and leaves inputs in float;
+            ``model`` then does the latter too.
 
     Raises:
         ValueError: The predictions differ, nothing opens the checkpoint, or the model takes no
@@ -86,13 +92,16 @@ def verify_predictions(
         note = f"{', '.join(missing)} not installed"
     else:
         try:
-            loaded = _load_with_transformers(path, _dtype(model), trust_remote_code)
+            loaded = _load_with_transformers(path, _dtype(model), trust_remote_code, is_dequantized)
             actual = _log_probabilities(loaded, ids)
         except Exception as error:
             note = f"Transformers does not open it: {_first_line(error)}"
         else:
             reader = package_names(["transformers", *packages.values()])
-            return _compare(_log_probabilities(model, ids), actual, Verdict(reader, 0.0, 0.0, size))
+            note = "weights alone: it leaves inputs in float on a CPU" if is_dequantized else ""
+            with float_inputs(model) if is_dequantized else nullcontext():
+                expected = _log_probabilities(model, ids)
+            return _compare(expected, actual, Verdict(reader, 0.0, 0.0, size, note))
     return verify_own(model, size, load, note)
 
 
@@ -192,8 +201,28 @@ def _dtype(model: nn.Module) -> torch.dtype:
     return next(kinds, torch.float32)
 
 
-def _load_with_transformers(path: Path, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
-    """Load a directory or a GGUF file.
+@contextmanager
+def float_inputs(model: nn.Module) -> Iterator[None]:
+    """Leave the inputs of all layers in float while the context is open."""
+    held = [
+        (layer, name, layer._modules[name])
+        for layer in model.modules()
+        if isinstance(layer, QuantizedLayer)
+        for name in INPUT_QUANTIZERS & layer._modules.keys()
+    ]
+    for layer, name, _ in held:
+        layer._modules[name] = None
+    try:
+        yield
+    finally:
+        for layer, name, quantizer in held:
+            layer._modules[name] = quantizer
+
+
+def _load_with_transformers(
+    path: Path, dtype: torch.dtype, trust_remote_code: bool, is_dequantized: bool
+) -> nn.Module:
+    """Load a directory or a GGUF file, and dequantize its weights if that is said.
 
     Raises:
         ValueError: Weights are missing, or left over.
@@ -205,7 +234,11 @@ def _load_with_transformers(path: Path, dtype: torch.dtype, trust_remote_code: b
     if path.is_file():
         cls, options = AutoModelForCausalLM, {"gguf_file": path.name, "dtype": dtype}
     else:
-        cls = model_class(read_config(path, trust_remote_code), path, trust_remote_code)
+        config = read_config(path, trust_remote_code)
+        cls = model_class(config, path, trust_remote_code)
+        if is_dequantized:  # where there is a GPU, too
+            config.quantization_config = read_config_json(path)[SECTION] | {"dequantize": True}
+            options["config"] = config
     shows = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     level = logging.getLogger("transformers").level

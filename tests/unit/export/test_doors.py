@@ -62,7 +62,7 @@ OF_LAYERS = [
     *("layers modelopt", "layers mxfp8", "layers mlx", "layers torchao", "layers transforms"),
     *("layers fp8 blocks", "layers native", "layers int8", "layers int5_wo_32", "layers nvfp4"),
     *("layers mxfp6_e2m3", "layers ptpc_fp8", "layers amdfp4", "layers mx6", "layers bfp16"),
-    "layers compressed mxfp8",
+    *("layers compressed mxfp8", "layers modelopt fp8", "layers modelopt nvfp4"),
 ]
 MORE = [
     *("quark in parts", "gptq in parts", "compressed-tensors in parts"),

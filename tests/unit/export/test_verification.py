@@ -7,10 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter
-from quark.torch.export import verify
+from quark.torch.export import convert, verify
 from quark.torch.export.checkpoint.shards import ShardWriter
 from quark.torch.export.containers.safetensors import Safetensors
 from quark.torch.export.verification import TOLERANCE, Verdict
+from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.spec import QuantizationSpec
+from tests.configurations import preset, quantized, spec
 
 SCHEMES = ("int8", "fp8", "w_uint4_per_group_asym", "mxfp4")
 
@@ -37,6 +40,58 @@ def test_what_no_installed_software_opens_is_opened_here(build, quantize, tmp_pa
     exporter.export_safetensors_model(quantize(build(), "fp8"), custom_mode="fp8")
     assert exporter.verdict.reader == "this package" and exporter.verdict.difference == 0
     assert "no other software" in str(exporter.verdict)
+
+
+BLOCKS = QuantizationConfig(
+    QuantizationSpec("fp8_e4m3", qscheme="per_group", ch_axis=-1, group_size=128, is_dynamic=True),
+    weight=spec("fp8_e4m3", "per_block", block_size=(128, 128)),
+)
+
+
+@pytest.mark.parametrize(("mode", "scheme"), [("fp8", BLOCKS), ("mxfp8", "mxfp8")])
+class TestInputsInFloat:
+    """On a CPU, Transformers dequantizes the weights: the model leaves its inputs in float too."""
+
+    @pytest.fixture
+    def model(self, build, scheme):
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2}
+        return quantized(build(**sizes), preset(scheme))
+
+    def test_transformers_opens_it(self, model, mode, scheme, tmp_path):
+        ids = torch.arange(12).reshape(2, 6)
+        before = model(ids).logits
+        exporter = ModelExporter(None, tmp_path / "out", verify=True)
+        exporter.export_safetensors_model(model, custom_mode=mode)
+        verdict = exporter.verdict
+        assert verdict.reader.startswith("transformers ") and "accelerate" in verdict.reader
+        assert "weights alone" in verdict.note
+        assert verdict.difference < 1e-4 * verdict.spread
+        assert torch.equal(model(ids).logits, before)
+        assert "quark" in Safetensors().load_code(tmp_path / "out")
+
+    def test_a_loaded_model(self, model, mode, scheme, tmp_path):
+        ModelExporter(tmp_path / "in").export_safetensors_model(model)
+        verdict = convert(tmp_path / "in", tmp_path / "out", mode, verify=True)
+        assert verdict.reader.startswith("transformers ")
+        assert verdict.difference < 1e-4 * verdict.spread
+
+    def test_scales_that_are_wrong(self, model, mode, scheme, tmp_path):
+        ModelExporter(tmp_path / "out").export_safetensors_model(model, custom_mode=mode)
+        file = tmp_path / "out" / "model.safetensors"
+        tensors = load_file(file)
+        scales = {n: t for n, t in tensors.items() if n.endswith("up_proj.weight_scale_inv")}
+        changed = {n: t + 1 if t.dtype == torch.uint8 else t * 2 for n, t in scales.items()}
+        save_file(tensors | changed, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="does not compute"):
+            verify(tmp_path / "out", model)
+
+    def test_blocks_that_an_edge_cuts(self, build, mode, scheme, tmp_path):
+        """Transformers 5.23 divides 240 columns by their scales: blocks of 120 and of 30."""
+        sizes = {"hidden_size": 160, "intermediate_size": 240, "num_attention_heads": 2}
+        exporter = ModelExporter(None, tmp_path / "out", verify=True)
+        model = quantized(build(**sizes), preset(scheme))
+        exporter.export_safetensors_model(model, custom_mode=mode)
+        assert exporter.verdict.reader == "this package" and exporter.verdict.difference == 0
 
 
 def test_nothing_is_opened_unless_asked_for(build, quantize, tmp_path, monkeypatch):

@@ -194,13 +194,17 @@ class Safetensors(TensorDirectory):
 
         if is_quantized_graph(model):
             return self.verify_graph(path, cast("fx.GraphModule", model))
+        config = read_config_json(path)
+        is_dequantized = _needs_gpu_for_inputs(config)
+        is_read = not is_dequantized or _has_whole_blocks(config[SECTION], self.headers(path))
         return verify_predictions(
             path,
             model,
-            _transformers_packages(read_config_json(path)),
+            _transformers_packages(config) if is_read else None,
             self.size(path),
             self.loader(path, trust_remote_code),
             trust_remote_code,
+            is_dequantized,
         )
 
     def load_code(self, path: Path) -> str:
@@ -210,7 +214,8 @@ class Safetensors(TensorDirectory):
         is_missing = packages is None or any(find_spec(name) is None for name in packages)
         # Transformers leaves out rotations of inputs.
         is_rotated = (config.get(SECTION) or {}).get("transform_config")
-        if is_missing or is_rotated or self._has_packed_offsets(path):
+        is_float = _needs_gpu_for_inputs(config)
+        if is_missing or is_rotated or is_float or self._has_packed_offsets(path):
             line = super().load_code(path)
         else:
             line = f"model = transformers.{_loading_class(path)}.from_pretrained({in_quotes(path)})"
@@ -308,6 +313,27 @@ def _transformers_packages(config: dict[str, Any]) -> Mapping[str, str] | None:
     """Return the packages with which Transformers loads a checkpoint; None if it may not."""
     method = str((config.get(SECTION) or {}).get("quant_method"))
     return format_class(method).transformers_packages if method in FORMATS else None
+
+
+def _needs_gpu_for_inputs(config: dict[str, Any]) -> bool:
+    """Whether Transformers on a CPU dequantizes the weights and leaves inputs in float."""
+    method = str((config.get(SECTION) or {}).get("quant_method"))
+    return method in FORMATS and format_class(method).needs_gpu_for_inputs
+
+
+def _has_whole_blocks(section: dict[str, Any], entries: Mapping[str, Entry]) -> bool:
+    """Whether weights have scales of blocks, all blocks of an axis as long as each other.
+
+    On a CPU, Transformers 5.23 divides the length of an axis by the number of its scales. Example:
+    160 rows are blocks of 128 and 32 rows here, and two blocks of 80 in Transformers.
+    """
+    block = section.get("weight_block_size")
+    if block is None:
+        return False
+    scaled = {n.removesuffix("_scale_inv") for n in entries if n.endswith("_scale_inv")}
+    shapes = [entries[name].shape for name in scaled & entries.keys()]
+    sides = (pair for shape in shapes for pair in zip(shape[-2:], block, strict=True))
+    return all(side <= size or side % size == 0 for side, size in sides)
 
 
 def _make_format(model: nn.Module, settings: ExportSettings) -> ExportFormat:

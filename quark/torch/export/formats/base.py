@@ -37,6 +37,8 @@ class ExportFormat(ABC):
         name: Name in ``FORMATS``.
         transformers_packages: Modules -> distributions that Transformers needs to load it; None if
             not every machine can load it. ``{}``: Transformers alone loads it.
+        needs_gpu_for_inputs: Whether Transformers quantizes inputs on a GPU alone. On a CPU, it
+            dequantizes the weights and leaves inputs in float.
         stores_rotated_keys: Whether the section can say that keys are rotated before they are
             quantized.
         stores_probabilities: Whether it can say that probabilities of attention are quantized.
@@ -48,6 +50,7 @@ class ExportFormat(ABC):
     stores_rotated_keys = False
     stores_probabilities = False
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
+    needs_gpu_for_inputs: ClassVar[bool] = False
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         self.config = config

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.config_section import read_choice, read_names
 from quark.torch.export.formats.kv_cache import STATIC_FP8, kv_cache_config
@@ -48,6 +48,8 @@ class Fp8Format(ThirdPartyFormat):
     """Weights and inputs in fp8_e4m3, per tensor or in blocks."""
 
     name = "fp8"
+    transformers_packages: ClassVar = {"accelerate": "accelerate"}
+    needs_gpu_for_inputs = True
     supported = (
         "Linear layers with fp8_e4m3 weights and inputs, both per tensor, the inputs static or "
         "dynamic, or weights per block and dynamic inputs per group of as many columns"

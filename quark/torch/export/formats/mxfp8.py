@@ -33,7 +33,8 @@ class Mxfp8Format(ThirdPartyFormat):
     """Weights and inputs in MXFP8 (E4M3)."""
 
     name = "mxfp8"
-    transformers_packages = None  # on a CPU, Transformers does not round inputs
+    transformers_packages: ClassVar = {"accelerate": "accelerate"}
+    needs_gpu_for_inputs = True
     supported = "Linear layers with weights and dynamic inputs in MXFP8 (mxfp8)"
     tensor_names: ClassVar = {"weight_scale": "weight_scale_inv"}
 
