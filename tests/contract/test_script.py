@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from quark.cli.quantize import job
 from quark.cli.quantize.request import Request
-from quark.torch.evaluation import tasks
+from quark.torch.evaluation import hub_access, tasks
 
 SCRIPT = Path(__file__).parents[2] / "examples/torch/language_modeling/llm_ptq/quantize_quark.py"
 LINES = [f"Line {i} says that a range needs some text to be measured on." for i in range(400)]
@@ -41,6 +41,7 @@ def hub(monkeypatch):
         return [{"text": line} for line in LINES]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub_access, "find_obstacle", lambda: None)
     monkeypatch.setattr(tasks, "Tasks", FewTasks)
     return asked
 
@@ -183,7 +184,7 @@ def test_without_the_hub(script, hub, llama_dir, tmp_path, monkeypatch):
     ]:
         code, _, complaint = script(*place, *flags)
         assert code == 2
-        assert named in complaint and "give a local file" in complaint
+        assert named in complaint and "give a text file" in complaint
     assert list(tmp_path.iterdir()) == []
 
 

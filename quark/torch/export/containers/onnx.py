@@ -69,7 +69,8 @@ class Onnx(Container):
         """Run the graph in ONNX Runtime and compare its outputs with those of ``model``."""
         from quark.torch.export.onnx.verification import verify_graph
 
-        if inputs is None and getattr(model.config, "is_encoder_decoder", False):
+        config = getattr(model, "config", None)  # of models of Transformers
+        if inputs is None and getattr(config, "is_encoder_decoder", False):
             inputs = _token_ids(model)
         return verify_graph(path / ONNX_FILE if path.is_dir() else path, model, inputs)
 
