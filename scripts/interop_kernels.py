@@ -67,7 +67,7 @@ class Possible:
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
-        """Whether the formats are these, which vLLM 0.33 asks of kernels for MXFP4."""
+        """Accept the formats of MXFP4; vLLM 0.33 asks each kernel about them."""
         return True
 
 
@@ -132,7 +132,7 @@ class Fp8Blocks(Possible, Fp8BlockScaledMMLinearKernel):
         return y if bias is None else y + bias
 
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-        raise NotImplementedError("apply_weights does it")
+        raise NotImplementedError("apply_weights computes the product and never calls this")
 
 
 class Weights(Possible, CPUWNA16LinearKernel):

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inputs(NamedTuple):
-    """What solvers take of the inputs of a layer.
+    """Statistics of the inputs of a layer that solvers use.
 
     Attributes:
         hessian: H with damping, (inputs, inputs).
@@ -140,7 +140,7 @@ def descend_columns(
     factor: torch.Tensor,
     rounding: ColumnRounding,
 ) -> torch.Tensor:
-    """Round each column once more, to what is best with all other columns as they are then.
+    """Round each column again, to the best codes while all other columns stay.
 
     This is one sweep of coordinate descent (Nair and Suggala 2024, CDQuant): no step increases the
     squared error tr((W - Q) H (W - Q)ᵀ) with the damped H, within the accuracy of float32.

@@ -50,7 +50,7 @@ def check_module(model: Any) -> None:
 
 
 def _kind_of(value: Any) -> str:
-    """Return what a value is, for messages: its class, or that it is one, or None."""
+    """Describe a value in a message: "None", "a dict", or "the class Linear"."""
     if value is None:
         return "None"
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

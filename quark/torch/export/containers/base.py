@@ -311,7 +311,7 @@ class Container(ABC):
 
 
 def in_quotes(path: Path) -> str:
-    """Return a path as a text of Python, with its letters as they are."""
+    """Return a path as a string literal of Python; letters of other alphabets are not escaped."""
     return json.dumps(str(path), ensure_ascii=False)
 
 

@@ -82,7 +82,7 @@ class _Row:
         return bits
 
     def _units(self, bits: Any) -> Any:
-        """Return what is multiplied by scales, float32; see ``decode_row``."""
+        """Return the values before scales multiply them, float32; see ``decode_row``."""
         vectors, builder, ir = self.vectors, self.vectors.builder, self.vectors.ir
         if self.kind == "float32":
             return vectors.lookup(self.table, bits)
@@ -127,7 +127,7 @@ def decode_row(builder: Any, ir: Any, *operands: Operand | None) -> None:
 
 
 def sum_row(count: int) -> Callable[..., None]:
-    """Return what builds the products of a row of codes and so many rows of inputs."""
+    """Return a builder of the products of a row of codes and some rows of inputs."""
 
     def build(builder: Any, ir: Any, *operands: Operand | None) -> None:
         *given, x, y = operands
