@@ -88,7 +88,9 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor | None
 
 def solve_columns(weight: torch.Tensor, inputs: Inputs, rounding: ColumnRounding) -> torch.Tensor:
     """Return the weight that ``round_columns`` rounds, (outputs, inputs)."""
-    return round_columns(weight, inputs.factor, inputs.order, rounding)[0]
+    columns = _columns_of(weight, inputs.factor, inputs.order)
+    _round_all(columns, rounding)
+    return _to_rows(columns.rounded, columns.order).contiguous()
 
 
 def round_columns(
@@ -113,11 +115,9 @@ def round_columns(
     # Example of an order: columns 0 and 1 form group 0, columns 2 and 3 form group 1, and the
     # diagonal of H is (1, 5, 9, 2) -> order (2, 1, 3, 0). Column 2 is rounded first, by the scale
     # of group 1. Its error goes into columns 1, 3, 0. All scales are final before the first step.
-    # (inputs, outputs): a column is contiguous. Whole rows are picked faster than columns.
-    remaining = weight.T.contiguous().index_select(0, order)
-    rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
-    _round_all(Columns(remaining, rounded, errors, factor, order), rounding)
-    return _to_rows(rounded, order).contiguous(), _to_rows(errors, order)
+    columns = _columns_of(weight, factor, order)
+    _round_all(columns, rounding)
+    return _to_rows(columns.rounded, order).contiguous(), _to_rows(columns.errors, order)
 
 
 def descent_factor(inputs: Inputs) -> torch.Tensor:
@@ -158,11 +158,25 @@ def descend_columns(
     # With G = (Q - W) H, the error of column j is least at q_j - G_j / H_jj.
     slope = (values - target) @ inputs.hessian
     best = values - slope.div_(inputs.hessian.diagonal())
-    current, remaining = (x.T.contiguous().index_select(0, inputs.order) for x in (values, best))
-    rounded, changes = torch.empty_like(remaining), torch.empty_like(remaining)
-    columns = Columns(remaining, rounded, changes, factor, inputs.order, current)
+    columns = _columns_of(best, factor, inputs.order)
+    columns = columns._replace(current=_to_columns(values, inputs.order))
     _round_all(columns, rounding)
-    return _to_rows(rounded, inputs.order).contiguous()
+    return _to_rows(columns.rounded, inputs.order).contiguous()
+
+
+def _columns_of(weight: torch.Tensor, factor: torch.Tensor, order: torch.Tensor) -> Columns:
+    """Return the columns of a weight before the first one is rounded."""
+    remaining = _to_columns(weight, order)
+    rounded, errors = torch.empty_like(remaining), torch.empty_like(remaining)
+    return Columns(remaining, rounded, errors, factor, order)
+
+
+def _to_columns(weight: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return a weight, (outputs, inputs), as columns in the order of rounding, (inputs, outputs).
+
+    A column is contiguous then. Whole rows are picked faster than columns.
+    """
+    return weight.T.contiguous().index_select(0, order)
 
 
 def _round_all(columns: Columns, rounding: ColumnRounding) -> None:

@@ -82,9 +82,11 @@ def check_source(source: str | Path) -> None:
     if path.is_file() and path.suffix.lower() in TEXT_FILES:
         return
     datasets = _import_datasets(source)
-    if not path.exists() and hub_access.find_obstacle() is not None:
-        name, _, configuration = str(source).partition(":")
-        with _library_errors(str(source), datasets):
+    if path.exists():
+        return
+    name, _, configuration = str(source).partition(":")
+    with _library_errors(str(source), datasets) as can_ask:
+        if not can_ask:
             datasets.load_dataset_builder(name, configuration or None)  # from the cache
 
 
@@ -160,8 +162,11 @@ def _dataset_records(source: str, split: str | None) -> Iterable[Mapping[str, An
 
 
 @contextmanager
-def _library_errors(source: str, datasets: Any) -> Iterator[None]:
+def _library_errors(source: str, datasets: Any) -> Iterator[bool]:
     """Raise errors of the library in other words, and at once where there is no network.
+
+    Yields:
+        Whether the library may ask the Hub; otherwise it looks into its cache alone.
 
     Raises:
         FileNotFoundError: There is no such dataset, or the Hub cannot be reached.
@@ -170,7 +175,7 @@ def _library_errors(source: str, datasets: Any) -> Iterator[None]:
     obstacle = None if Path(source).is_dir() else hub_access.find_obstacle()
     try:
         with nullcontext() if obstacle is None else hub_access.cache_only(datasets):
-            yield
+            yield obstacle is None
     except OSError as error:  # includes the library's own "not found"
         said = f"no dataset of that name can be reached: {error}. Check the name and the connection"
         if obstacle is not None:

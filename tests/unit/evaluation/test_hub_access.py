@@ -57,8 +57,11 @@ def test_the_hub_is_not_asked_again_and_again(ask, said, closed, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.utils._http.http_backoff", get)
     monkeypatch.setattr("huggingface_hub.utils._http.get_session", get)
+    trials, connect = [], socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda *a: trials.append(1) or connect(*a))
     with pytest.raises(FileNotFoundError, match=said):
         ask()
+    assert len(trials) == 1  # one connection may take seconds
     assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
 
 
