@@ -274,8 +274,8 @@ for target, binary in (("cuda", 90, 32), "cubin"), (("hip", "gfx942", 64), "hsac
             CASE=Case.of(SCHEMES[name], x.dtype), BLOCK_K=64, enable_fp_fusion=False,
         )
         assert made.asm[binary]
-        for zeros, pruned in ((None, None), (matrix, matrix > 0)):
-            tensors = matrix, matrix, matrix, matrix, order, matrix, zeros, pruned
+        for current, zeros, pruned in ((None, None, None), (matrix, matrix, matrix > 0)):
+            tensors = matrix, current, matrix, matrix, matrix, order, matrix, zeros, pruned
             made = column_kernels.round_panel.warmup(
                 *tensors, 128, 128, 70, 256, 1, grid=(3,), BLOCK_M=32, WIDTH=128,
                 CASE=Case.of(SCHEMES[name], torch.float32), enable_fp_fusion=False,
