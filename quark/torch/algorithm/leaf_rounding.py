@@ -1,8 +1,8 @@
 """A few columns of a weight, rounded one by one; each error changes the columns after it.
 
-Operations of torch do this for every rounding, and a kernel of numba for integers without zero
-points, with the same bits. Torch rounds a product and a sum once in whole vectors, and twice in the
-rows that are left. This is no promise of torch, so the kernel is proved before it is used: a sample
+Operations of torch do this for every rounding, and kernels of numba for integers and floats, with
+the same bits. Torch rounds a product and a sum once in whole vectors, and twice in the
+rows that are left. This is no promise of torch, so a kernel is proved before it is used: a sample
 shows in which rows torch rounds once.
 """
 
@@ -17,7 +17,11 @@ import torch
 
 from quark.torch.numerics.column_rounder import ColumnRounder
 from quark.torch.numerics.enumerations import RoundType
-from quark.torch.numerics.native.column_kernels import round_columns
+from quark.torch.numerics.native.codes import float_constants
+from quark.torch.numerics.native.column_kernels import (
+    round_columns_to_floats,
+    round_columns_to_integers,
+)
 from quark.torch.numerics.native.compilation import array, can_run, is_in_memory
 from quark.torch.numerics.qdq import Factors
 from quark.torch.numerics.scheme import Scheme
@@ -26,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 _MULTIPLES = (32, 16, 8)  # rows of the vectors in which torch may round once, widest first
 _NEVER = 1 << 62  # no row is in such a vector
-_MOST_BITS = 16  # of codes
+_MOST_BITS = 16  # of integer codes
+_MOST_BITS_OF_FLOATS = 8
 _LEAST_IN_MEMORY = 1 << 10  # of a weight or some rows of it
 _PROVED = (7, 32 * 9 + 16 + 8 + 3)  # columns and rows of the proof, with a rest of every vector
 
@@ -90,59 +95,63 @@ def _kernel(columns: Columns, rounding: Callable[[torch.Tensor, int], torch.Tens
     least = _LEAST_IN_MEMORY if is_in_memory() else None
     if columns.remaining.dtype != torch.float32 or not can_run(columns.remaining, least=least):
         return None
-    multiple = _rows_rounded_once(rounding.scheme)
+    has_zeros = rounding.factors.zero_point is not None
+    multiple = _rows_rounded_once(rounding.scheme, has_zeros)
     return None if multiple is None else _by_kernel(columns, rounding, multiple)
 
 
 def _is_served(rounding: ColumnRounder) -> bool:
-    """Whether the kernel knows a rounding."""
+    """Whether a kernel knows a rounding."""
     fmt, scheme = rounding.scheme.fmt, rounding.scheme
-    is_integer = not fmt.is_float and not fmt.block and fmt.bits <= _MOST_BITS
-    is_even = scheme.rounding is RoundType.half_even and not scheme.divides
-    return is_integer and is_even and rounding.factors.zero_point is None
+    if fmt.block or not fmt.has_rule or scheme.rounding is not RoundType.half_even:
+        return False
+    if fmt.is_float:
+        return fmt.signed and fmt.bits <= _MOST_BITS_OF_FLOATS
+    return fmt.bits <= _MOST_BITS and not scheme.divides
 
 
 def _by_kernel(columns: Columns, rounding: ColumnRounder, multiple: int) -> Leaf:
     remaining, rounded, errors, factor, order, current = columns
     given = remaining if current is None else current
     fused = remaining.shape[1] // multiple * multiple
-    scales = array(rounding.factors.scale), array(rounding.factors.inverse)
-    fmt = rounding.scheme.fmt
+    fmt, (scale, inverse, zeros) = rounding.scheme.fmt, rounding.factors
+    zero_points = None if zeros is None else array(zeros)
 
     def round_leaf(start: int, end: int) -> None:
         leaf = slice(start, end)
         own = [array(x[leaf]) for x in (remaining, given, rounded, errors)]
-        weights = array(factor[leaf, leaf].contiguous())
+        own.append(array(factor[leaf, leaf].contiguous()))
+        indices = array(order[leaf])
+        if fmt.is_float:
+            constants = *float_constants(fmt), fused
+            round_columns_to_floats(*own, array(scale), indices, *constants)
+            return
+        factors = array(scale), array(inverse), zero_points
         bounds = float(fmt.qmin), float(fmt.qmax)
-        round_columns(*own, weights, *scales, array(order[leaf]), *bounds, fused)
+        adds_first = rounding.scheme.float_zero_point
+        round_columns_to_integers(*own, *factors, indices, *bounds, adds_first, fused)
 
     return round_leaf
 
 
 @lru_cache(maxsize=256)
-def _rows_rounded_once(scheme: Scheme) -> int | None:
+def _rows_rounded_once(scheme: Scheme, has_zeros: bool) -> int | None:
     """Return the rows of vectors in which torch rounds a product and a sum once.
 
     Returns:
         The multiple of rows with which the kernel has the bits of torch for a sample; None if there
         is none, which is logged. The first answer is kept for this process.
     """
-    random = torch.Generator().manual_seed(0)
-    count, rows = _PROVED
-    scale = torch.rand(count, rows, generator=random) + 0.1
-    values = torch.randn(count, rows, generator=random) * scale * (scheme.fmt.qmax / 2 + 1)
-    factor = torch.randn(count, count, generator=random).triu_().div_(count)
-    factor.diagonal().copy_(torch.rand(count, generator=random) + 0.5)
-    rounding = ColumnRounder(Factors(scale, scale.reciprocal(), None), scheme)
-    order = torch.arange(count - 1, -1, -1)
+    values, factor, rounding = _sample(scheme, has_zeros)
+    order = torch.arange(len(values) - 1, -1, -1)
 
     def result(multiple: int | None) -> torch.Tensor:
         given = values.clone(), torch.empty_like(values), torch.empty_like(values)
         columns = Columns(*given, factor, order)
         if multiple is None:
-            by_columns(columns, rounding)(0, count)
+            by_columns(columns, rounding)(0, len(values))
         else:
-            _by_kernel(columns, rounding, multiple)(0, count)
+            _by_kernel(columns, rounding, multiple)(0, len(values))
         return torch.stack(given).view(torch.int32)
 
     problem = "its values for a sample differ from those of torch"
@@ -156,3 +165,29 @@ def _rows_rounded_once(scheme: Scheme) -> int | None:
     name = scheme.fmt.name
     logger.warning("Columns in %s are not rounded by a kernel of numba: %s.", name, problem)
     return None
+
+
+def _sample(scheme: Scheme, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor, ColumnRounder]:
+    """Return values, (columns, rows), a factor and a rounding, which show what a kernel computes.
+
+    A few values are ties, lie beyond the range, or are tiny numbers of both signs.
+    """
+    random = torch.Generator().manual_seed(0)
+    count, rows = _PROVED
+    fmt = scheme.fmt
+    reach = fmt.max_value if fmt.is_float else float(fmt.qmax)
+    scale = torch.rand(count, rows, generator=random) + 0.1
+    if scheme.scales_by_powers:
+        scale = 2.0 ** torch.randint(-9, 3, (count, rows), generator=random)
+    ratios = torch.randn(count, rows, generator=random) * (reach / 2 + 1)
+    ratios[:, ::3] = (ratios[:, ::3] * 4).round() / 4
+    ratios[:, ::5] *= 1e-3
+    zeros = None
+    if has_zeros:
+        zeros = torch.randint(fmt.qmin, fmt.qmax + 1, (count, rows), generator=random).float()
+        if scheme.float_zero_point:
+            zeros[:, 1::2] += 0.3
+    factor = torch.randn(count, count, generator=random).triu_().div_(count)
+    factor.diagonal().copy_(torch.rand(count, generator=random) + 0.5)
+    rounding = ColumnRounder(Factors(scale, scale.reciprocal(), zeros), scheme)
+    return ratios * scale, factor, rounding

@@ -45,7 +45,9 @@ def find_codes(
     factor = spread_over_runs(factor, blocks, outer, len(runs))
     if fmt.is_float:
         codes = out.view(torch.uint8).view(runs.shape)
-        run_rows(round_to_floats, [runs, codes, factor], *_constants(fmt), divides)
+        nan = 0 if fmt.native is None else _NAN[fmt.native]
+        constants = fmt.bits, *float_constants(fmt), nan
+        run_rows(round_to_floats, [runs, codes, factor], *constants, divides)
     else:
         none = torch.zeros(len(runs))
         after = spread_over_runs(zeros, blocks, outer, len(runs)) if has_zeros else none
@@ -79,11 +81,14 @@ def _have_exact_inverses(scale: torch.Tensor) -> bool:
     return is_normal and int((bits & 0x7FFFFF).amax()) == 0
 
 
-def _constants(fmt: Format) -> tuple[int, ...]:
-    """Return the constants of a format that ``round_to_floats`` takes."""
-    nan = 0 if fmt.native is None else _NAN[fmt.native]
-    smallest, largest = (_bits(x) for x in (2.0**fmt.min_exponent, fmt.max_value))
-    return fmt.bits, fmt.mantissa_bits, smallest, largest, nan
+def float_constants(fmt: Format) -> tuple[int, int, int]:
+    """Return the constants of a float format that kernels take.
+
+    Returns:
+        Its bits of mantissa; the bits of its smallest normal number and of its largest value, both
+        as float32.
+    """
+    return fmt.mantissa_bits, _bits(2.0**fmt.min_exponent), _bits(fmt.max_value)
 
 
 def _bits(x: float) -> int:
