@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -67,6 +68,12 @@ class Task:
 
         return AutoTokenizer.from_pretrained(self.folder)
 
+    def group_size(self, wanted: int) -> int:
+        """Return a size of groups, halved until it divides the inputs of all layers."""
+        config = json.loads((self.folder / "config.json").read_text())
+        inputs = math.gcd(config["hidden_size"], config["intermediate_size"])
+        return math.gcd(inputs, wanted)
+
     def samples(self) -> list[dict[str, list[int]]]:
         """Return the windows of calibration data as lists."""
         rows = self.calibration.tolist()
@@ -84,7 +91,8 @@ def auto_round(task: Task) -> Steps:
     model, tokenizer = task.model(), task.tokenizer()
     if task.scheme in WEIGHTS:
         bits, symmetric, group, _ = WEIGHTS[task.scheme]
-        how = {"scheme": "W4A16", "bits": bits, "sym": symmetric, "group_size": group}
+        how = {"scheme": "W4A16", "bits": bits, "sym": symmetric}
+        how["group_size"] = task.group_size(group)
     else:
         how = {"scheme": BLOCKS[task.scheme]}
     [algorithm] = task.algorithms
@@ -114,7 +122,7 @@ def llm_compressor(task: Task) -> Steps:
         how, inputs = {"strategy": "channel", "num_bits": 8}, None
         if task.scheme in WEIGHTS:
             bits, symmetric, group, _ = WEIGHTS[task.scheme]
-            how = {"strategy": "group", "group_size": group}
+            how = {"strategy": "group", "group_size": task.group_size(group)}
             how |= {"num_bits": bits, "symmetric": symmetric}
         else:
             whole = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
@@ -140,7 +148,8 @@ def amd_quark(task: Task) -> Steps:
 
     if task.scheme in WEIGHTS:
         _, symmetric, group, name = WEIGHTS[task.scheme]
-        specs = [getattr(c, name)(ch_axis=-1, group_size=group, symmetric=symmetric)]
+        given = {"ch_axis": -1, "group_size": task.group_size(group), "symmetric": symmetric}
+        specs = [getattr(c, name)(**given)]
     elif task.scheme == W8A8:
         inputs = c.Int8PerTensorSpec(observer_method="min_max", symmetric=True, is_dynamic=False)
         specs = [c.Int8PerChannelSpec(ch_axis=0, symmetric=True, is_dynamic=False), inputs]
@@ -165,7 +174,11 @@ def gptqmodel(task: Task) -> Steps:
 
     bits, symmetric, group, _ = WEIGHTS[task.scheme]
     config = QuantizeConfig(
-        bits=bits, sym=symmetric, group_size=group, device="cpu", offload_to_disk=False
+        bits=bits,
+        sym=symmetric,
+        group_size=task.group_size(group),
+        device="cpu",
+        offload_to_disk=False,
     )
     model, values = GPTQModel.load(str(task.folder), config, dtype=torch.float32), task.model()
     out = str(task.folder / "gptqmodel")
@@ -187,7 +200,7 @@ def modelopt(task: Task) -> Steps:
     given = how["quant_cfg"]
     for entry in given.values() if isinstance(given, dict) else (e.get("cfg") for e in given):
         if isinstance(entry, dict) and "block_sizes" in entry:
-            entry["block_sizes"] = {-1: group}
+            entry["block_sizes"] = {-1: task.group_size(group)}
 
     def run(module: Any) -> None:
         for batch in task.calibration.split(8):

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from quark.demo.text import evaluation_documents, model_directory, training_documents
 from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.quantization.nn.products.fast_type import multiplied_type
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "models" / "gpt2"
 STEPS, TOKENS = 1000, 1024  # tokens in each step
@@ -67,12 +68,13 @@ def train() -> tuple[Any, Any]:
     model.transformer.wte.weight.data.copy_(head * (0.05 / head.std()))
     text = token_windows(training_documents(ALL_CHARACTERS), tokenizer, LENGTHS[1]).flatten()
     optimizers = optimizers_of(model)
+    is_narrow = multiplied_type(torch.bfloat16) is torch.bfloat16
     for step in tqdm(range(STEPS), desc="training", unit="step"):
         done = step / STEPS
         length = LENGTHS[done >= 1 - LONG]
         starts = torch.randint(len(text) - length, (TOKENS // length, 1))
         windows = text[starts + torch.arange(length)]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_narrow):
             with torch.no_grad():
                 wanted = teacher(windows).logits.float().softmax(-1)
             logits = model(windows).logits.float()

@@ -4,6 +4,8 @@
     python benchmarks/three_texts.py --rows mxfp4 --before awq,r1r2r4 --algorithms gptq,yaqa
     python benchmarks/three_texts.py --model real      # SmolLM2-135M-Instruct: real_model.py
     python benchmarks/three_texts.py --model twin      # the shipped model with outliers
+    python benchmarks/three_texts.py --model second    # a GPT-2: second.py
+    python benchmarks/three_texts.py --model experts   # a mixture of experts: experts.py
     python benchmarks/three_texts.py --model DIRECTORY
     python benchmarks/three_texts.py --part 1          # calibrated on other docstrings
     python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
@@ -33,8 +35,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import experts
 import peers
 import rivals
+import second
 import torch
 from algorithms import plant_outliers
 from measure import Meter, in_fresh_process, machine, markdown, say
@@ -52,7 +56,7 @@ KEPT = Path(__file__).with_suffix(".json")
 LENGTH = 256  # tokens of a window
 PARTS = 7  # of the documents for calibration, of which one is taken
 # Model with a name -> windows for calibration, and for each text.
-MODELS = {"shipped": (32, 16), "twin": (32, 16), "real": (12, 8)}
+MODELS = {name: (32, 16) for name in ("shipped", "twin", "second", "experts")} | {"real": (12, 8)}
 AWQ: dict[str, Any] = {"name": "awq"}
 SMOOTH: dict[str, Any] = {"name": "smooth", "alpha": 1}
 R1R2: dict[str, Any] = {"name": "rotation", "r1": True, "r2": True}
@@ -132,7 +136,8 @@ def model_at(name: str) -> Path:
     """Return the directory of a model in float."""
     if name in ("shipped", "twin"):
         return model_directory()
-    return float_checkpoint() if name == "real" else Path(name)
+    made = {"real": float_checkpoint, "second": second.directory, "experts": experts.directory}
+    return made[name]() if name in made else Path(name)
 
 
 def float_checkpoint() -> Path:
