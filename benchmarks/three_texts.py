@@ -56,7 +56,7 @@ KEPT = Path(__file__).with_suffix(".json")
 LENGTH = 256  # tokens of a window
 PARTS = 7  # of the documents for calibration, of which one is taken
 # Model with a name -> windows for calibration, and for each text.
-MODELS = {name: (32, 16) for name in ("shipped", "twin", "second", "experts")} | {"real": (12, 8)}
+MODELS = dict.fromkeys(("shipped", "twin", "second", "experts"), (32, 16)) | {"real": (12, 8)}
 AWQ: dict[str, Any] = {"name": "awq"}
 SMOOTH: dict[str, Any] = {"name": "smooth", "alpha": 1}
 R1R2: dict[str, Any] = {"name": "rotation", "r1": True, "r2": True}
