@@ -12,6 +12,7 @@
     python benchmarks/three_texts.py --rows nvfp4:inputs --algorithms none  # weights in float
     python benchmarks/three_texts.py --rows nvfp4:four_over_six --algorithms gptq
     python benchmarks/three_texts.py --algorithms gptq:choose_damping:random_tokens=0.25
+    python benchmarks/three_texts.py --rows mxfp4 --before smoothed:random_tokens=0.5
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
@@ -79,6 +80,8 @@ PREPARATIONS: dict[str, list[dict[str, Any]]] = {
     "blocks": [BLOCKS],
     "prescaled": [PRESCALED],
     "half": [HALF],
+    "halfawq": [HALF, AWQ],
+    "auto": [{"name": "autosmoothquant"}],
     "smoothed": [HALF, BLOCKS],
     "smoothed16": [HALF, BLOCKS | {"rotation_size": 16}],
 }
@@ -93,7 +96,7 @@ SCHEMES = {
     "nvfp4": (NONE, "awq", "r1r2"),
 }
 CHOSEN = ":choose_damping"  # after a name: this option is on
-NUMBERS = ("random_tokens", "output_damp_percent")  # options that a label states with their value
+NUMBERS = ("alpha", "random_tokens", "output_damp_percent")  # options that a label states with their value
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 # What of other software is measured, where it has the scheme.
 ASKED = {
@@ -234,6 +237,18 @@ def options_of(text: str) -> dict[str, Any]:
     return options
 
 
+def preparation(text: str) -> list[dict[str, Any]]:
+    """Return what comes before: ``smoothed``, or ``smoothed:option=0.5`` where steps have it."""
+    name, _, given = text.partition(":")
+    options = options_of(f"{name}:{given}" if given else name)
+    del options["name"]
+    steps = []
+    for step in PREPARATIONS[name]:
+        known = algo_config_from_dict(step)
+        steps.append(step | {key: value for key, value in options.items() if hasattr(known, key)})
+    return steps
+
+
 def label(row: Row) -> str:
     """Return what made a row, such as ``rotation R1 R2, gptq choose damping``."""
     words = []
@@ -358,7 +373,7 @@ def main() -> None:
 
     for scheme in schemes:
         own = SCHEMES.get(scheme.split(":")[0], (NONE,))
-        for before in (PREPARATIONS[name] for name in (given or own)):
+        for before in map(preparation, given or own):
             for name in filter(None, options.algorithms.split(",")):
                 algorithms = [*before, *([] if name == NONE else [options_of(name)])]
                 say(f"{scheme} {label({'algorithms': algorithms})}")

@@ -31,10 +31,10 @@ from quark.torch.quantization.config.algo import (
     AutoSmoothQuantConfig,
     BiasCorrectionConfig,
     PruningConfig,
+    RandomTokensConfig,
     RotationConfig,
     RoundingConfig,
     SmoothQuantConfig,
-    SolverConfig,
     SVDQuantConfig,
 )
 from quark.torch.quantization.config.attention import softmax_layers
@@ -198,14 +198,14 @@ def check_from_statistics(
         )
     if _random_share(algorithms[0][1]):
         raise ValueError(
-            "gptq: random_tokens adds sequences to the data, and statistics are sums over the data "
-            "alone. Leave it out, or pass a dataloader instead."
+            f"{names[0]}: random_tokens adds sequences to the data, and statistics are sums over "
+            "the data alone. Leave it out, or pass a dataloader instead."
         )
 
 
 def _random_share(options: AlgoConfig) -> float:
     """Return the random sequences for each sequence of the data that an algorithm receives."""
-    return options.random_tokens if isinstance(options, SolverConfig) else 0.0
+    return options.random_tokens if isinstance(options, RandomTokensConfig) else 0.0
 
 
 def count_with_random(tokens: int, algorithms: Iterable[tuple[Algorithm, AlgoConfig]]) -> int:

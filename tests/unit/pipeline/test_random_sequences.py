@@ -7,7 +7,12 @@ from torch import nn
 from quark.torch.algorithm.registry import load_algorithm
 from quark.torch.pipeline.random_sequences import add_random_sequences
 from quark.torch.quantization.algorithms import count_with_random
-from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig
+from quark.torch.quantization.config.algo import (
+    AutoSmoothQuantConfig,
+    AWQConfig,
+    GPTQConfig,
+    SmoothQuantConfig,
+)
 from tests.configurations import quantized_by
 from tests.models.architectures import varied
 
@@ -89,19 +94,29 @@ def test_sequences_with_images_are_followed_by_none(caplog):
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1])
-def test_other_shares_are_refused(share):
+@pytest.mark.parametrize("kind", [GPTQConfig, AWQConfig, SmoothQuantConfig, AutoSmoothQuantConfig])
+def test_other_shares_are_refused(kind, share):
     with pytest.raises(ValueError, match=f"random_tokens must be between 0 and 1, got {share}"):
-        GPTQConfig(random_tokens=share)
+        kind(random_tokens=share)
 
 
-def test_an_algorithm_receives_them():
-    """The option rounds as the same data with the sequences, bit for bit, and not as the data."""
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [
+        ("int4_wo_32", GPTQConfig),
+        ("uint4_wo_32", AWQConfig),
+        ("ptpc_int8", SmoothQuantConfig),
+        ("ptpc_int8", AutoSmoothQuantConfig),
+    ],
+)
+def test_an_algorithm_receives_them(scheme, kind):
+    """The option acts as the same data with the sequences, bit for bit, and not as the data."""
     states = [
-        quantized_by(varied("llama"), "int4_wo_32", options, data=data).state_dict()
+        quantized_by(varied("llama"), scheme, options, data=data).state_dict()
         for options, data in (
-            (GPTQConfig(random_tokens=0.4), [DATA]),
-            (GPTQConfig(), extended(0.4)),
-            (GPTQConfig(), [DATA]),
+            (kind(random_tokens=0.4), [DATA]),
+            (kind(), extended(0.4)),
+            (kind(), [DATA]),
         )
     ]
     given, expected, plain = ([s[name] for name in sorted(s)] for s in states)

@@ -8,6 +8,7 @@ from typing import Any
 from quark.torch.quantization.config.algo_base import AlgoConfig as AlgoConfig
 from quark.torch.quantization.config.algo_base import BlockAlgoConfig as BlockAlgoConfig
 from quark.torch.quantization.config.algo_base import PreQuantOptConfig as PreQuantOptConfig
+from quark.torch.quantization.config.algo_base import RandomTokensConfig as RandomTokensConfig
 from quark.torch.quantization.config.algo_base import RoundingConfig as RoundingConfig
 from quark.torch.quantization.config.algo_base import present_options as present_options
 from quark.torch.quantization.config.algo_training import AutoRoundConfig as AutoRoundConfig
@@ -21,7 +22,7 @@ from quark.torch.quantization.config.value_types import check_fields, check_opti
 
 
 @dataclass
-class SmoothQuantConfig(PreQuantOptConfig):
+class SmoothQuantConfig(RandomTokensConfig, PreQuantOptConfig):
     """Options of SmoothQuant (Xiao et al. 2023), which moves outliers into weights.
 
     Attributes:
@@ -29,6 +30,8 @@ class SmoothQuantConfig(PreQuantOptConfig):
         scale_clamp_min: Lower bound of the smoothing factors.
         scaling_layers: Groups of layers to scale, as in the documented files. Empty: discovered.
         model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
+        random_tokens: Sequences of random tokens that are added to the data, for each sequence of
+            it, between 0 and 1.
     """
 
     name: str = "smooth"
@@ -36,6 +39,7 @@ class SmoothQuantConfig(PreQuantOptConfig):
     scale_clamp_min: float = 1e-3
     scaling_layers: list[dict[str, Any]] = field(default_factory=list)
     model_decoder_layers: str = ""
+    random_tokens: float = 0.0
 
 
 @dataclass
@@ -136,33 +140,39 @@ class QuaRotConfig(RotationConfig):
 
 
 @dataclass
-class AutoSmoothQuantConfig(AlgoConfig):
+class AutoSmoothQuantConfig(RandomTokensConfig):
     """Options of SmoothQuant with a search for the strength of each group of layers.
 
     Attributes:
         scaling_layers: Groups of layers to scale, as in the documented files. None: discovered.
         model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
         compute_scale_loss: Loss of the search: ``MSE`` or ``MAE``.
+        random_tokens: Sequences of random tokens that are added to the data, for each sequence of
+            it, between 0 and 1.
     """
 
     name: str = "autosmoothquant"
     scaling_layers: list[dict[str, Any]] | None = None
     model_decoder_layers: str | None = None
     compute_scale_loss: str | None = "MSE"
+    random_tokens: float = 0.0
 
 
 @dataclass
-class AWQConfig(AlgoConfig):
+class AWQConfig(RandomTokensConfig):
     """Options of AWQ (Lin et al. 2024): activation-aware scaling and clipping of weights.
 
     Attributes:
         scaling_layers: Groups of layers to scale, as in the documented files. Empty: discovered.
         model_decoder_layers: Name of the list of decoder blocks; used with ``scaling_layers``.
+        random_tokens: Sequences of random tokens that are added to the data, for each sequence of
+            it, between 0 and 1.
     """
 
     name: str = "awq"
     scaling_layers: list[dict[str, Any]] = field(default_factory=list)
     model_decoder_layers: str = ""
+    random_tokens: float = 0.0
 
 
 @dataclass
@@ -197,7 +207,7 @@ class BiasCorrectionConfig(AlgoConfig):
 
 
 @dataclass
-class SolverConfig(RoundingConfig):
+class SolverConfig(RandomTokensConfig, RoundingConfig):
     """Base class of the options of algorithms that round weights column by column.
 
     Attributes:
@@ -212,8 +222,7 @@ class SolverConfig(RoundingConfig):
             it, between 0 and 1.
 
     Raises:
-        ValueError: ``desc_act`` is set without ``static_groups``, or ``random_tokens`` is not
-            between 0 and 1.
+        ValueError: ``desc_act`` is set without ``static_groups``.
     """
 
     inside_layer_modules: list[str] = field(default_factory=list)
@@ -226,10 +235,6 @@ class SolverConfig(RoundingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.random_tokens <= 1:
-            raise ValueError(
-                f"{self.name}: random_tokens must be between 0 and 1, got {self.random_tokens}."
-            )
         if self.desc_act and not self.static_groups:
             raise ValueError(
                 f"{type(self).__name__}: desc_act=True needs static_groups=True, since the order "

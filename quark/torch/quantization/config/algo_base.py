@@ -60,6 +60,27 @@ class AlgoConfig:
         return [self]
 
 
+class RandomTokensConfig(AlgoConfig):
+    """Base class of the options of an algorithm whose data may have random sequences.
+
+    Attributes:
+        random_tokens: Sequences of random tokens that are added to the data, for each sequence of
+            it, between 0 and 1.
+
+    Raises:
+        ValueError: ``random_tokens`` is not between 0 and 1.
+    """
+
+    random_tokens: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.random_tokens <= 1:
+            raise ValueError(
+                f"{self.name}: random_tokens must be between 0 and 1, got {self.random_tokens}."
+            )
+
+
 class PreQuantOptConfig(AlgoConfig):
     """Base class of the options of an algorithm that transforms weights before rounding."""
 
