@@ -96,7 +96,7 @@ SCHEMES = {
     "nvfp4": (NONE, "awq", "r1r2"),
 }
 CHOSEN = ":choose_damping"  # after a name: this option is on
-NUMBERS = ("alpha", "random_tokens", "output_damp_percent")  # options that a label states with their value
+NUMBERS = ("alpha", "random_tokens", "output_damp_percent")  # stated with their value in a label
 ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{CHOSEN}")
 # What of other software is measured, where it has the scheme.
 ASKED = {
