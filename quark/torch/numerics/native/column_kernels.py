@@ -1,6 +1,6 @@
-"""A kernel of numba that rounds columns which compensate for errors; see ``leaf_rounding``.
+"""Kernels of numba that round columns which compensate for errors; see ``leaf_rounding``.
 
-Torch takes ten operations for a column, each over its rows alone. The kernel takes some rows of all
+Torch takes ten operations for a column, each over its rows alone. A kernel takes some rows of all
 columns, which stay in the first cache.
 """
 
