@@ -6,8 +6,8 @@ It has what the model of the package lacks: layer norms and biases, learned posi
 with inputs along axis 0, query, key and value in one layer, and a head tied to the embedding. It
 learns the predictions of the model of the package (Hinton et al. 2015, section 2), whose tokenizer
 it shares, on the docstrings that are not held out; the matrices by Muon (Jordan et al. 2024), under
-which they learned much faster than under AdamW. Muon multiplies in bfloat16: without instructions for it
-the training takes hours. What the model has learned is kept in ``build/models``.
+which they learned much faster than under AdamW. Muon multiplies in bfloat16: on a processor without
+instructions for it the training takes hours. What it has learned is kept in ``build/models``.
 """
 
 from __future__ import annotations
