@@ -9,10 +9,9 @@ from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}
-_GPTQ = {"name": "gptq", "choose_damping": True}
 _YAQA = {"name": "yaqa", "choose_damping": True, "random_tokens": 0.5}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
-_SMOOTH_STRONG = {"name": "smooth", "alpha": 0.7, "random_tokens": 0.5}
+_STRONG_SMOOTH = {"name": "smooth", "alpha": 0.7, "random_tokens": 0.5}
 _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},
     "online_config": {"online_rotation_layers": ["*"]},
@@ -25,8 +24,8 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
     "w3": ("int3_wo_signed_128", (_YAQA,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
-    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_SMOOTH_STRONG,)),
-    "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _GPTQ)),
+    "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
+    "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
     "fp8": ("ptpc_fp8", ()),
     "mxfp4": ("mxfp4", (_SMOOTH, _BLOCKS, _YAQA)),
     "nvfp4": ("nvfp4", (_AWQ, _YAQA)),
