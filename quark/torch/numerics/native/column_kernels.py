@@ -67,6 +67,45 @@ def _compensate(
 
 
 @native_function
+def _nearest_integers(
+    column: Array,
+    values: Array,
+    times: Array,
+    by: Array,
+    zero: Array | None,
+    low: float,
+    high: float,
+    adds_first: bool,
+) -> None:
+    """Write the values of the nearest codes of some rows; see ``round_columns_to_integers``."""
+    least, most = np.float32(low), np.float32(high)
+    below, above = np.float32(low - 1), np.float32(high + 1)
+    if zero is None:
+        for r in range(column.shape[0]):
+            code = column[r] * by[r]
+            code = least if code < least else code  # NaN stays
+            code = most if code > most else code
+            values[r] = ((code + _ROUNDER) - _ROUNDER) * times[r]
+    elif adds_first:
+        for r in range(column.shape[0]):
+            code = column[r] * by[r] + zero[r]
+            code = below if code < below else code
+            code = above if code > above else code
+            nearest = (code + _ROUNDER) - _ROUNDER
+            # Torch has -0 for small numbers below zero. It stays if the zero point is 0.
+            nearest = _with_sign(nearest, code) if nearest == 0 else nearest
+            nearest = least if nearest < least else nearest
+            nearest = most if nearest > most else nearest
+            values[r] = (nearest - zero[r]) * times[r]
+    else:
+        for r in range(column.shape[0]):
+            code, least_of, most_of = column[r] * by[r], least - zero[r], most - zero[r]
+            code = least_of if code < least_of else code
+            code = most_of if code > most_of else code
+            values[r] = ((code + _ROUNDER) - _ROUNDER) * times[r]
+
+
+@native_function
 def round_columns_to_integers(
     remaining: Array,
     current: Array,
@@ -75,7 +114,7 @@ def round_columns_to_integers(
     factor: Array,
     scale: Array,
     inverse: Array,
-    zeros: Array,
+    zeros: Array | None,
     order: Array,
     low: float,
     high: float,
@@ -99,39 +138,17 @@ def round_columns_to_integers(
         adds_first: Whether zero points have a fraction and are added before rounding.
         fused: First rows, in which a product and a sum are rounded once.
     """
-    least, most = np.float32(low), np.float32(high)
-    below, above = np.float32(low - 1), np.float32(high + 1)
     for first in range(0, remaining.shape[1], _ROWS):
         rows = slice(first, min(first + _ROWS, remaining.shape[1]))
         whole = min(max(fused - first, 0), rows.stop - first)
         for i in range(remaining.shape[0]):
             column, values = remaining[i, rows], rounded[i, rows]
-            times, by = scale[order[i], rows], inverse[order[i], rows]
+            given = scale[order[i], rows], inverse[order[i], rows]
             if zeros is None:
-                for r in range(column.shape[0]):
-                    code = column[r] * by[r]
-                    code = least if code < least else code  # NaN stays
-                    code = most if code > most else code
-                    values[r] = ((code + _ROUNDER) - _ROUNDER) * times[r]
-            elif adds_first:
-                zero = zeros[order[i], rows]
-                for r in range(column.shape[0]):
-                    code = column[r] * by[r] + zero[r]
-                    code = below if code < below else code
-                    code = above if code > above else code
-                    nearest = (code + _ROUNDER) - _ROUNDER
-                    # Torch has -0 for small numbers below zero. It stays if the zero point is 0.
-                    nearest = _with_sign(nearest, code) if nearest == 0 else nearest
-                    nearest = least if nearest < least else nearest
-                    nearest = most if nearest > most else nearest
-                    values[r] = (nearest - zero[r]) * times[r]
+                _nearest_integers(column, values, *given, None, low, high, adds_first)
             else:
                 zero = zeros[order[i], rows]
-                for r in range(column.shape[0]):
-                    code, least_of, most_of = column[r] * by[r], least - zero[r], most - zero[r]
-                    code = least_of if code < least_of else code
-                    code = most_of if code > most_of else code
-                    values[r] = ((code + _ROUNDER) - _ROUNDER) * times[r]
+                _nearest_integers(column, values, *given, zero, low, high, adds_first)
             _compensate(remaining, current[i, rows], values, errors, factor, i, first, whole)
 
 
