@@ -83,6 +83,7 @@ PREPARATIONS: dict[str, list[dict[str, Any]]] = {
     "halfawq": [HALF, AWQ],
     "auto": [{"name": "autosmoothquant"}],
     "smoothed": [HALF, BLOCKS],
+    "smoothed124": [HALF, R1R2R4],
     "smoothed16": [HALF, BLOCKS | {"rotation_size": 16}],
 }
 # Scheme -> its preparations.
