@@ -16,6 +16,7 @@ _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},
     "online_config": {"online_rotation_layers": ["*"]},
 }
+_R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 
 # Name -> (scheme, options of algorithms in order). Reasons: docs/mixed-precision.md. A check fails
 # if benchmarks/three_texts.json has a better row.
@@ -25,6 +26,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w3": ("int3_wo_signed_128", (_YAQA,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
+    "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
     "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
     "fp8": ("ptpc_fp8", ()),
     "mxfp4": ("mxfp4", (_SMOOTH, _BLOCKS, _YAQA)),
