@@ -65,21 +65,43 @@ def with_rotations(
 
 def rotates_keys(config: Config) -> bool:
     """Whether queries and keys are rotated under a configuration."""
-    return any(isinstance(a, RotationConfig) and a.r3 for a in config.algo_config or [])
+    return any(a.r3 for a in _rotations(config))
+
+
+def rotates_inputs(config: Config) -> bool:
+    """Whether inputs of layers are rotated in the forward pass under a configuration."""
+    return any(a.r4 or _online_layers(a) for a in _rotations(config))
+
+
+def prescales_inputs(config: Config) -> bool:
+    """Whether such inputs are multiplied by factors before they are rotated."""
+    return any(_online_layers(a) and _has_prescale(a) for a in _rotations(config))
+
+
+def _rotations(config: Config) -> list[RotationConfig]:
+    return [a for a in config.algo_config or [] if isinstance(a, RotationConfig)]
+
+
+def _online_layers(options: RotationConfig) -> list[str] | None:
+    return options.online_config.online_rotation_layers if options.online_config else None
+
+
+def _has_prescale(options: RotationConfig) -> bool:
+    return options.online_config is not None and options.online_config.use_input_prescale
 
 
 def declare_rotation(layer: PackedLayer, name: str, config: Config) -> None:
     """Declare the input rotation of a layer, if the configuration has one."""
-    for options in config.algo_config or []:
-        if isinstance(options, RotationConfig) and _is_rotated(name, options):
+    for options in _rotations(config):
+        if _is_rotated(name, options):
             kind = torch.float64 if options.trainable else torch.int8
             layer.declare_rotation(options.rotation_size, kind)
-            if options.online_config is not None and options.online_config.use_input_prescale:
+            if _has_prescale(options):
                 layer.declare_prescale()
 
 
 def _is_rotated(name: str, options: RotationConfig) -> bool:
-    online = options.online_config.online_rotation_layers if options.online_config else None
+    online = _online_layers(options)
     if online is not None:
         return name in online
     return options.r4 and name.endswith("down_proj")  # earlier versions do not list them

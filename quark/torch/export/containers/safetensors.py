@@ -237,15 +237,22 @@ class Safetensors(TensorDirectory):
     def serve_command(self, path: Path) -> str | None:
         """Return the command of vLLM, for language models that it reads.
 
-        If it reads their layers in compressed-tensors alone, a line above converts them.
+        If it reads their layers, or rotates their inputs, in compressed-tensors alone, a line above
+        converts them.
         """
+        from quark.torch.export.checkpoint.rotation_config import prescales_inputs, rotates_inputs
+
         if _loading_class(path) != "AutoModelForCausalLM" or _has_conv1d(read_config_json(path)):
             return None
         layout, schemes = self._schemes(path)
         trust = ["--trust-remote-code"] * _has_code(read_config_json(path))
-        if vllm.is_read(layout, schemes):
+        config = recognize_format(read_config_json(path), str(path)).config
+        is_rotated = layout == "quark" and rotates_inputs(config)
+        if vllm.is_read(layout, schemes) and not is_rotated:
             return shlex.join(["vllm", "serve", str(path), *trust])
         if layout != "quark" or not vllm.is_read(_OTHER_LAYOUT, schemes):
+            return None
+        if prescales_inputs(config):
             return None
         other = f"{path}-ct"
         convert = ["quark", "convert", str(path), other, "--to", _OTHER_LAYOUT]

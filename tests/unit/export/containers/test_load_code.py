@@ -12,6 +12,7 @@ from quark.torch.export.containers.base import ExportSettings, get_container
 from quark.torch.export.conversion import convert
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import recognize_container
+from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 
@@ -96,6 +97,28 @@ def test_vllm_reads_more_from_another_layout(models, tmp_path, name):
     convert(place, f"{place}-ct", "compressed-tensors")
     other = get_container("hf_format").serve_command(tmp_path / "出 力-ct")
     assert other == serve
+
+
+@pytest.mark.parametrize("prescales", [False, True])
+def test_vllm_rotates_inputs_in_another_layout(build, quantize, tmp_path, prescales):
+    online = OnlineRotationConfig(
+        online_rotation_layers=["*down_proj"], use_input_prescale=prescales
+    )
+    options = RotationConfig(r1=False, rotation_size=32, online_config=online)
+    config = Config(scheme("ptpc_int8"), exclude=["lm_head"], algo_config=[options])
+    model = quantize(build("llama"), config)
+    place = tmp_path / "rotated"
+    ModelExporter(place).export_safetensors_model(model)
+    command = get_container("hf_format").serve_command(place)
+    if prescales:  # no other layout holds the factors
+        assert command is None
+        return
+    convert_line, serve = command.splitlines()
+    assert convert_line == f"quark convert {place} {place}-ct --to compressed-tensors"
+    convert(place, f"{place}-ct", "compressed-tensors")
+    other = tmp_path / "rotated-ct"
+    assert "transform_config" in (other / "config.json").read_text("utf-8")
+    assert get_container("hf_format").serve_command(other) == serve == f"vllm serve {other}"
 
 
 def test_no_command_where_vllm_has_no_scheme(models, tmp_path):
