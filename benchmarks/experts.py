@@ -10,17 +10,16 @@ kept in ``build/models``.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from kept_models import directory_of
 from measure import say
 
 from quark.demo.text import evaluation_documents, model_directory, training_documents
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 
-DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "models" / "experts"
 EXPERTS, CHOSEN = 8, 2  # of a layer, and for a token
 NOISE = 0.3  # of a copied weight, in units of its standard deviation
 STEPS, TOKENS, LENGTH = 400, 1024, 256  # tokens in each step and in each sequence
@@ -30,14 +29,7 @@ ALL_CHARACTERS = 1 << 30
 
 def directory() -> Path:
     """Return the directory of the model and its tokenizer; train the model on first use."""
-    if not DIRECTORY.is_dir():
-        say(f"training a mixture of experts, once, into {DIRECTORY}")
-        shutil.rmtree(partial := DIRECTORY.with_suffix(".partial"), ignore_errors=True)
-        model, tokenizer = train()
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(DIRECTORY)
-    return DIRECTORY
+    return directory_of("experts", train)
 
 
 def train() -> tuple[Any, Any]:
@@ -96,8 +88,9 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory())
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
+    place = directory()
+    model = AutoModelForCausalLM.from_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
     windows = token_windows(evaluation_documents(), tokenizer, LENGTH, 32)
     say(f"perplexity on text that it has not seen: {perplexity(model, windows):.2f}")
 

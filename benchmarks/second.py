@@ -12,11 +12,11 @@ instructions for it the training takes hours. What it has learned is kept in ``b
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from kept_models import directory_of
 from measure import say
 from torch.nn import functional
 
@@ -24,7 +24,6 @@ from quark.demo.text import evaluation_documents, model_directory, training_docu
 from quark.torch.evaluation.perplexity import perplexity, token_windows
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 
-DIRECTORY = Path(__file__).resolve().parent.parent / "build" / "models" / "gpt2"
 STEPS, TOKENS = 1000, 1024  # tokens in each step
 LENGTHS = (256, 512)  # of windows; the longer in the last LONG of the steps
 LONG = 0.3
@@ -44,14 +43,7 @@ SHAPE: dict[str, Any] = {
 
 def directory() -> Path:
     """Return the directory of the model and its tokenizer; train the model on first use."""
-    if not DIRECTORY.is_dir():
-        say(f"training a second model, once, into {DIRECTORY}")
-        shutil.rmtree(partial := DIRECTORY.with_suffix(".partial"), ignore_errors=True)
-        model, tokenizer = train()
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(DIRECTORY)
-    return DIRECTORY
+    return directory_of("gpt2", train)
 
 
 def train() -> tuple[Any, Any]:
@@ -103,8 +95,9 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(directory())
-    tokenizer = AutoTokenizer.from_pretrained(DIRECTORY)
+    place = directory()
+    model = AutoModelForCausalLM.from_pretrained(place)
+    tokenizer = AutoTokenizer.from_pretrained(place)
     windows = token_windows(evaluation_documents(), tokenizer, LENGTHS[1], 32)
     say(f"perplexity on text that it has not seen: {perplexity(model, windows):.2f}")
 
