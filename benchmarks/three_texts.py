@@ -239,7 +239,10 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def preparation(text: str) -> list[dict[str, Any]]:
-    """Return what comes before: ``smoothed``, or ``smoothed:option=0.5`` where steps have it."""
+    """Return the steps of a preparation, such as ``smoothed`` or ``smoothed:alpha=0.7``.
+
+    An option goes to every step that has it.
+    """
     name, _, given = text.partition(":")
     options = options_of(f"{name}:{given}" if given else name)
     del options["name"]

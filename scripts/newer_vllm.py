@@ -4,9 +4,9 @@
     python scripts/interop.py --client vllm --python vllm=build/interop/vllm-0.33.0/python
 
 vLLM reads checkpoints in Python, and ``interop_kernels.py`` computes products in torch, so rows of
-the client ``vllm`` run. Rows of ``vllm as it is`` cannot be judged: the operators of the library
-take other arguments. The version becomes "0.33.0+cpu", by which vLLM knows that it runs on a CPU.
-Linux and macOS alone.
+the client ``vllm`` run. Rows of ``vllm as it is`` say nothing about the newer version, since its
+operators take other arguments than those of the library. The version becomes "0.33.0+cpu", by which
+vLLM knows that it runs on a CPU. Linux and macOS alone.
 """
 
 from __future__ import annotations

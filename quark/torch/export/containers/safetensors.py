@@ -226,13 +226,13 @@ class Safetensors(TensorDirectory):
 
         Transformers 5.23 with compressed-tensors 0.20 ends with an error of shapes.
         """
-        layout, schemes = self._schemes(path)
-        return layout == _OTHER_LAYOUT and any(x.weight.endswith("asym") for x in schemes)
+        fmt, schemes = self._schemes(path)
+        return fmt.name == _OTHER_LAYOUT and any(x.weight.endswith("asym") for x in schemes)
 
-    def _schemes(self, path: Path) -> tuple[str, list[LayerDescription]]:
-        """Return the layout of a directory, and how its layers are quantized."""
-        layout = recognize_format(read_config_json(path), str(path)).name
-        return layout, [group.scheme for group in self.contents(path).summary.schemes()]
+    def _schemes(self, path: Path) -> tuple[ExportFormat, list[LayerDescription]]:
+        """Return the format of a directory, and how its layers are quantized."""
+        fmt = recognize_format(read_config_json(path), str(path))
+        return fmt, [group.scheme for group in self.contents(path).summary.schemes()]
 
     def serve_command(self, path: Path) -> str | None:
         """Return the command of vLLM, for language models that it reads.
@@ -244,15 +244,13 @@ class Safetensors(TensorDirectory):
 
         if _loading_class(path) != "AutoModelForCausalLM" or _has_conv1d(read_config_json(path)):
             return None
-        layout, schemes = self._schemes(path)
+        fmt, schemes = self._schemes(path)
         trust = ["--trust-remote-code"] * _has_code(read_config_json(path))
-        config = recognize_format(read_config_json(path), str(path)).config
-        is_rotated = layout == "quark" and rotates_inputs(config)
-        if vllm.is_read(layout, schemes) and not is_rotated:
+        is_own = fmt.name == "quark"
+        if vllm.is_read(fmt.name, schemes) and not (is_own and rotates_inputs(fmt.config)):
             return shlex.join(["vllm", "serve", str(path), *trust])
-        if layout != "quark" or not vllm.is_read(_OTHER_LAYOUT, schemes):
-            return None
-        if prescales_inputs(config):
+        is_held = not prescales_inputs(fmt.config) and vllm.is_read(_OTHER_LAYOUT, schemes)
+        if not (is_own and is_held):
             return None
         other = f"{path}-ct"
         convert = ["quark", "convert", str(path), other, "--to", _OTHER_LAYOUT]
