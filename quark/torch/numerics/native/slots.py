@@ -16,6 +16,7 @@ def find_plane(codes: torch.Tensor, width: int, below: int, added: int) -> torch
 
     Args:
         codes: Codes, those for the lowest bits of bytes first, uint8 (rows, 8 / width, bytes).
+            There is no kernel for other types.
         width: Bits of a slot: so many of a code are stored.
         below: Bits of a code below those.
         added: What is added to each code first, modulo 256; at most 128.
@@ -50,7 +51,7 @@ def read_slots(plane: torch.Tensor, codes: torch.Tensor, width: int, below: int)
 
 def _is_served(x: torch.Tensor) -> bool:
     is_whole = x.shape[-1] % 8 == 0 and x.storage_offset() % 8 == 0
-    return is_whole and x.is_contiguous() and can_run(x)
+    return is_whole and x.dtype == torch.uint8 and x.is_contiguous() and can_run(x)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -120,9 +120,9 @@ def pack_planes(codes: torch.Tensor, fmt: Format, added: int = 0) -> Parts:
     """Return the planes of codes.
 
     Args:
-        codes: Codes as unsigned bits, uint8 (panels, elements).
+        codes: Codes (panels, elements): uint8, the bits of those of up to 8 bits; else int16.
         fmt: Format of the codes.
-        added: What is added to each code first, modulo 256; at most 128.
+        added: What is added to each code first, in its type; at most 128 in uint8.
     """
     parts, below = {}, 0
     for width in plane_widths(fmt):
@@ -136,7 +136,7 @@ def pack_planes(codes: torch.Tensor, fmt: Format, added: int = 0) -> Parts:
 
 
 def _join(slots: torch.Tensor, width: int) -> torch.Tensor:
-    slots = slots & ((1 << width) - 1)
+    slots = (slots & ((1 << width) - 1)).to(torch.uint8)
     plane = slots[:, 0].clone()
     for slot in range(1, 8 // width):
         plane |= slots[:, slot] << (width * slot)
@@ -144,15 +144,16 @@ def _join(slots: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def unpack_planes(parts: Parts, fmt: Format, added: int = 0) -> torch.Tensor:
-    """Return codes as unsigned bits, uint8 (panels, elements): undo ``pack_planes``."""
+    """Return codes (panels, elements) as ``pack_planes`` takes them: undo it."""
     lowest, below = plane_widths(fmt)[0], 0
     first = parts[f"plane_{lowest}"]
-    codes = first.new_empty(len(first), first.shape[1] * 8 // lowest)
+    dtype = torch.uint8 if fmt.bits <= PLANES[0] else torch.int16
+    codes = first.new_empty(len(first), first.shape[1] * 8 // lowest, dtype=dtype)
     for width in plane_widths(fmt):
         plane, slots = parts[f"plane_{width}"], codes.view(len(codes), 8 // width, -1)
         if not read_slots(plane, slots, width, below):
             for slot in range(8 // width):
-                bits = (plane >> (width * slot) & ((1 << width) - 1)) << below
+                bits = (plane >> (width * slot) & ((1 << width) - 1)).to(dtype) << below
                 slots[:, slot] = slots[:, slot] | bits if below else bits
         below += width
     return codes.sub_(added) if added else codes

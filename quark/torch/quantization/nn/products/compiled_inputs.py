@@ -152,9 +152,9 @@ def plain_values(
 def scheme_of_rows(scheme: Scheme, scale: torch.Tensor | None) -> Scheme:
     """Return the scheme of a matrix with blocks as rows; a given scale is that of the matrix.
 
-    Formats with microexponents have blocks of their own size, several in a row.
+    Formats that fix their blocks may have several in a row.
     """
-    if scheme.fmt.sub_block:
+    if scheme.fmt.block:
         return scheme
     if scale is not None:
         return replace(scheme, qscheme=QSchemeType.per_tensor, per_token=False)

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quark.torch.numerics.formats import Format, TableFormat
+from quark.torch.numerics.formats import Format
 from quark.torch.numerics.native.compilation import (
     array,
     can_run,
@@ -27,7 +26,7 @@ from quark.torch.numerics.native.compilation import (
     run_arrays,
     run_rows,
 )
-from quark.torch.numerics.native.vectors import FEATURE, LANES, WIDE
+from quark.torch.numerics.native.vectors import FEATURE, WIDE
 from quark.torch.quantization.nn.products import (
     native_columns,
     native_kernels,
@@ -42,8 +41,15 @@ from quark.torch.quantization.nn.products.arrangement import (
     plane_widths,
 )
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
+from quark.torch.quantization.nn.products.native_constants import (
+    constants_of,
+    has_vectors,
+    is_int8,
+    word_constants,
+    word_table,
+)
 from quark.torch.quantization.nn.products.native_tiles import TILE
-from quark.torch.quantization.nn.products.panels import BUFFERS, HALF_BITS, HALF_EXPONENT, Panels
+from quark.torch.quantization.nn.products.panels import BUFFERS, Panels
 from quark.torch.quantization.nn.products.row_instructions import STRIP
 from quark.torch.quantization.nn.products.tiles import take_tiles
 
@@ -70,7 +76,7 @@ class NativeProduct:
     def __init__(self, panels: Panels, parts: Parts) -> None:
         self.panels, self.parts, to = panels, parts, panels.arrangement
         takes_few = not to.half
-        is_by_words, self._has_vectors = takes_words(panels.fmt, to), _has_vectors(panels)
+        is_by_words, self._has_vectors = takes_words(panels.fmt, to), has_vectors(panels)
         self._few_rows = WORD_ROWS if is_by_words else FEW_ROWS if takes_few else 0
         if takes_few:
             self._kernel, tensors, self._constants = _few_operands(panels, parts)
@@ -79,7 +85,7 @@ class NativeProduct:
         if self.takes_strips:
             numbers = torch.arange(to.panels, device="cpu")
             rows = [None if t is None else array(t) for t in (*_tensors(panels, parts), numbers)]
-            self._rows, self._forms = rows, _constants(panels, parts)
+            self._rows, self._forms = rows, constants_of(panels, parts)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product of ``x`` (rows, inputs) and the weight, (rows, padded outputs).
@@ -128,11 +134,11 @@ def _few_operands(
     tensors = _tensors(panels, parts)
     if takes_words(panels.fmt, panels.arrangement):
         first = tensors[0]
-        if first is not None and _is_int8(panels.fmt):
+        if first is not None and is_int8(panels.fmt):
             tensors[0] = first.view(torch.int8)
-        return native_words.multiply_rows, tensors, _word_constants(panels, parts)
-    constants = _constants(panels, parts)
-    if _has_vectors(panels):
+        return native_words.multiply_rows, tensors, word_constants(panels, parts)
+    constants = constants_of(panels, parts)
+    if has_vectors(panels):
         narrowest = min(plane_widths(panels.fmt))
         return native_vectors.multiply_rows, tensors, (*constants, narrowest)
     return native_kernels.multiply_rows, tensors, constants
@@ -155,7 +161,7 @@ def _multiply_many(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tenso
 
 def _multiply_tiles(panels: Panels, parts: Parts, x: torch.Tensor) -> torch.Tensor | None:
     """Return the product of rows of bfloat16 by tiles, None where torch does not multiply them."""
-    to, table = panels.arrangement, _constants(panels, parts)[0]
+    to, table = panels.arrangement, constants_of(panels, parts)[0]
     rows, whole = to.panels * to.rows, math.lcm(TILE, to.rows)
     count = -(-rows * to.inputs // _CHUNKS[torch.bfloat16])
     step = -(-rows // count // whole) * whole
@@ -177,7 +183,8 @@ def takes_words(fmt: Format, to: Arrangement) -> bool:
 
     With AVX-512, kernels of torch and of ``native_vectors`` multiply.
     """
-    is_known = not fmt.is_float or (fmt.bits <= 4 and _word_table(fmt) is not None)
+    is_integer = not fmt.is_float and fmt.bits <= PLANES[0]
+    is_known = is_integer or (fmt.bits <= 4 and word_table(fmt) is not None)
     is_whole = to.inputs % native_words.CHUNK == 0 and not to.half
     fits = to.group % native_words.CHUNK == 0 or to.group == native_words.HALF
     return is_known and is_whole and fits and has_feature(FEATURE) and not has_feature(WIDE)
@@ -188,14 +195,7 @@ def takes_strips(panels: Panels) -> bool:
 
     With AVX-512, torch multiplies.
     """
-    return _has_vectors(panels) and not panels.arrangement.half and not has_feature(WIDE)
-
-
-def _has_vectors(panels: Panels) -> bool:
-    """Whether whole vectors share scales or have their own, and the machine has such vectors."""
-    to = panels.arrangement
-    is_whole = (to.half or to.group) % LANES == 0
-    return is_whole and has_feature(FEATURE)
+    return has_vectors(panels) and not panels.arrangement.half and not has_feature(WIDE)
 
 
 def decode(
@@ -212,8 +212,8 @@ def decode(
         Which panels, and their values, (panels, rows, inputs).
     """
     to = panels.arrangement
-    constants = _constants(panels, parts)
-    kernels = native_vectors if _has_vectors(panels) else native_kernels
+    constants = constants_of(panels, parts)
+    kernels = native_vectors if has_vectors(panels) else native_kernels
     step = max(1, _CHUNKS[dtype] // to.size)
     step = -(-to.panels // -(-to.panels // step))  # equal parts: the last is not short
     kept = BUFFERS.take(f"native {dtype}", min(step, to.panels) * to.size, dtype)
@@ -240,7 +240,7 @@ def _decode_columns(panels: Panels, parts: Parts, chunk: slice, kept: torch.Tens
     """
     to, count = panels.arrangement, chunk.stop - chunk.start
     values = kept.view(to.inputs, count * to.rows)
-    table, _ = _constants(panels, parts)
+    table = constants_of(panels, parts)[0]
     tensors = _columns(panels, parts, chunk)
     run_rows(native_columns.decode_columns, tensors, table, array(values))
     return values.view(to.inputs, count, to.rows).permute(1, 2, 0)
@@ -271,82 +271,11 @@ def _tensors(panels: Panels, parts: Parts) -> list[torch.Tensor | None]:
     ]
 
 
-def _constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
-    """Return the constants of a format that kernels take, and numbers that its scales share."""
-    fmt = panels.fmt
-    flip, numbers = 128 * _is_int8(fmt), _numbers(panels, parts)
-    top, down = _shifts(fmt)
-    if not _has_vectors(panels):
-        form = np.array([flip, *((top, down) if fmt.is_float else (0, 0))], dtype=np.int64)
-        return form, numbers
-    constant = 0 if fmt.is_float or "zero_point" in parts else int(numbers[1])
-    if fmt.bits <= 4:
-        return _value_table(fmt) - np.float32(constant), numbers
-    if fmt.is_float:
-        return np.array([top, down, (0x7FFF >> down) - 0x8000], dtype=np.int16), numbers
-    return np.array([flip, constant, 0], dtype=np.int32), numbers
-
-
-def _numbers(panels: Panels, parts: Parts) -> Any:
-    """Return the factor of all scales, and the zero point, or the offset of stored zero points."""
-    unit = float(parts["tensor_scale"]) if "tensor_scale" in parts else 1.0
-    stored = parts.get("zero_point")
-    zero = panels.zero_point if stored is None else panels.offset * (stored.dtype != torch.int8)
-    return np.array([unit, zero + 128 * _is_int8(panels.fmt)], dtype=np.float32)
-
-
-def _is_int8(fmt: Format) -> bool:
-    """Whether codes are made unsigned by inverting their sign."""
-    return fmt.signed and fmt.bits == 8 and not fmt.is_float
-
-
-def _word_constants(panels: Panels, parts: Parts) -> tuple[Any, Any]:
-    """Return the constants that ``native_words`` takes."""
-    numbers = _numbers(panels, parts)
-    if not panels.fmt.is_float:
-        return None, numbers
-    table = _word_table(panels.fmt)
-    assert table is not None
-    words, step, zero = table
-    return words, np.array([numbers[0] * step, zero], dtype=np.float32)
-
-
-@cache
-def _word_table(fmt: Format) -> tuple[Any, Any, Any] | None:
-    """Return 16 values as bytes: multiples of a step, less a zero point; None if they are none.
-
-    Returns:
-        The bytes twice, as words, int32 (8,); the step; the zero point.
-    """
-    values = _value_table(fmt)
-    step = np.abs(values[values != 0]).min()
-    zero = -values.min() / step
-    multiples = values / step + zero
-    table = multiples.clip(0, 255).astype(np.uint8)
-    is_exact = np.array_equal(table, multiples)
-    return (np.tile(table, 2).view(np.int32), step, zero) if is_exact else None
-
-
-def _shifts(fmt: Format) -> tuple[int, int]:
-    """Return the places by which the sign moves to the top, and the number moves down then."""
-    return HALF_BITS - fmt.bits - (not fmt.signed), HALF_EXPONENT - fmt.exponent_bits
-
-
-def _value_table(fmt: Format) -> Any:
-    """Return what scales multiply for each of 16 stored codes, float32."""
-    if isinstance(fmt, TableFormat):
-        return np.resize(np.array(fmt.values, dtype=np.float32), LANES)
-    (top, down), codes = _shifts(fmt), np.arange(LANES) % (1 << fmt.bits)
-    if not fmt.is_float:
-        return codes.astype(np.float32)
-    halves = ((codes << top).astype(np.int16) >> down) & np.int16((0x7FFF >> down) - 0x8000)
-    return halves.view(np.float16).astype(np.float32)
-
-
 def serves(panels: Panels, parts: Parts) -> bool:
     """Whether kernels take a weight on this machine, and it is large enough."""
-    needs_vectors = panels.arrangement.half or not panels.fmt.has_rule
-    is_known = not needs_vectors or _has_vectors(panels)
+    fmt = panels.fmt
+    needs_vectors = panels.arrangement.half or not fmt.has_rule or fmt.bits > PLANES[0]
+    is_known = not needs_vectors or has_vectors(panels)
     return is_known and can_run(parts[f"plane_{plane_widths(panels.fmt)[0]}"])
 
 

@@ -6,7 +6,6 @@ float32 and in the same order, so results have the same bits. A block is a row o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,103 +15,11 @@ from quark.torch.numerics.native.compilation import (
     native_array_instruction,
     native_function,
 )
-from quark.torch.numerics.native.vectors import LANES, Vectors
+from quark.torch.quantization.nn.products.block_instructions import Blocks
 
 Array = Any
-# Adding 1.5 * 2^23 to a float32 below 2^22 rounds it to an integer, ties to even.
-_ROUNDER = 1.5 * 2**23
-_NAN = 0x7FC0  # bits of bfloat16
 SHARED, POWER, FLOAT, PLAIN = range(4)  # kinds of scales; see ``triton_inputs.Case``
 _TILE = 256  # blocks whose scales are in the cache
-
-
-class _Blocks:
-    """Loops over the vectors of blocks.
-
-    Args:
-        builder: Builder of instructions.
-        ir: The module ``llvmlite.ir``.
-        x: Values, float32 or bits of bfloat16 (int16), (blocks, elements).
-    """
-
-    def __init__(self, builder: Any, ir: Any, x: Operand) -> None:
-        self.builder, self.ir, self.x = builder, ir, x
-        self.vectors = Vectors(builder, ir)
-        self.ints = self.vectors.of(self.vectors.int)
-        self.floats = self.vectors.of(self.vectors.float)
-        self.start = self.vectors.constant(0)
-
-    def each_block(self, count: Any, body: Callable[[Any], None]) -> None:
-        """Repeat instructions for each block, given its number."""
-
-        def turn(block: Any, _: list[Any]) -> list[Any]:
-            body(block)
-            return []
-
-        self.vectors.loop(self.start, count, 1, [], turn)
-
-    def each_vector(
-        self, block: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
-    ) -> list[Any]:
-        """Repeat instructions for each vector of a block, given the index of its first element."""
-        elements = self.x.shape[1]
-        first = self.builder.mul(block, elements)
-        stop = self.builder.add(first, elements)
-        return self.vectors.loop(first, stop, LANES, carried, body)[1]
-
-    def bits(self, index: Any) -> Any:
-        """Return the bits of float32 values from an element on."""
-        loaded = self.vectors.load(self.x, index)
-        if self.x.kind == "float32":
-            return self.builder.bitcast(loaded, self.ints)
-        return self.builder.shl(self.builder.zext(loaded, self.ints), self.vectors.constants(16))
-
-    def smaller(self, a: Any, b: Any) -> Any:
-        """Return the smaller ones of int32."""
-        return self.builder.select(self.builder.icmp_signed("<", a, b), a, b)
-
-    def larger(self, a: Any, b: Any) -> Any:
-        """Return the larger ones of int32."""
-        return self.builder.select(self.builder.icmp_signed(">", a, b), a, b)
-
-    def as_floats(self, bits: Any) -> Any:
-        """Return the float32 numbers of bits."""
-        return self.builder.bitcast(bits, self.floats)
-
-    def as_bits(self, numbers: Any) -> Any:
-        """Return the bits of float32 numbers."""
-        return self.builder.bitcast(numbers, self.ints)
-
-    def rounded_bits(self, numbers: Any) -> Any:
-        """Return the bits of bfloat16 numbers, ties to even, also of subnormal numbers and NaN."""
-        builder, bits = self.builder, self.as_bits(numbers)
-        odd = builder.and_(
-            builder.lshr(bits, self.vectors.constants(16)), self.vectors.constants(1)
-        )
-        up = builder.add(bits, builder.add(odd, self.vectors.constants(0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", numbers, numbers)
-        kept = builder.select(is_nan, self.vectors.constants(_NAN << 16), up)
-        short = self.vectors.of(self.vectors.short)
-        return builder.trunc(builder.lshr(kept, self.vectors.constants(16)), short)
-
-    def round_floats(self, x: Any, most: Any, least: Any, steps: Any) -> Any:
-        """Return the nearest values of a float format; see ``_round_to_scale``."""
-        builder, bits = self.builder, self.as_bits(x)
-        sizes = builder.and_(bits, self.vectors.constants(0x7FFFFFFF))
-        inside = self.smaller(sizes, most)
-        exponent = self.larger(builder.and_(inside, self.vectors.constants(0x7F800000)), least)
-        rounder = self.as_floats(builder.add(exponent, steps))
-        whole = builder.fsub(builder.fadd(self.as_floats(inside), rounder), rounder)
-        signed = builder.or_(self.as_bits(whole), builder.xor(bits, sizes))
-        return builder.select(builder.fcmp_unordered("uno", x, x), x, self.as_floats(signed))
-
-    def round_integers(self, x: Any, before: Any, low: Any, high: Any) -> Any:
-        """Return the nearest integer codes less the zero point; see ``_round_blocks``."""
-        builder, rounder = self.builder, self.ir.Constant(self.floats, [_ROUNDER] * LANES)
-        x = builder.fadd(x, before)
-        x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
-        x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
-        return builder.fsub(builder.fsub(builder.fadd(x, rounder), rounder), before)
 
 
 @native_array_instruction
@@ -124,11 +31,11 @@ def _find_largest(
     Args:
         builder: Builder of instructions.
         ir: The module ``llvmlite.ir``.
-        x: See ``_Blocks``.
+        x: See ``Blocks``.
         largest: int32 (blocks,), overwritten.
         negative: The same of negative values alone, 0 where there are none; None if nobody asks.
     """
-    blocks = _Blocks(builder, ir, x)
+    blocks = Blocks(builder, ir, x)
     nothing = blocks.vectors.constants(0)
 
     def compare(index: Any, before: list[Any]) -> list[Any]:
@@ -161,7 +68,7 @@ def _round_blocks(
     Args:
         builder: Builder of instructions.
         ir: The module ``llvmlite.ir``.
-        x: See ``_Blocks``.
+        x: See ``Blocks``.
         y: In the same type and shape, overwritten.
         scale: Scales of the blocks, float32 (blocks,).
         inverse: Their reciprocals, by which values are multiplied; None divides by scales.
@@ -169,7 +76,7 @@ def _round_blocks(
             that is added before values are rounded, the smallest and largest codes less a zero
             point that is added afterwards.
     """
-    blocks = _Blocks(builder, ir, x)
+    blocks = Blocks(builder, ir, x)
     vectors = blocks.vectors
     numbers = [vectors.spread(vectors.load_one(grid, vectors.constant(i))) for i in range(3)]
     round_ = blocks.round_floats if grid.kind == "int32" else blocks.round_integers
@@ -191,63 +98,6 @@ def _round_blocks(
         blocks.each_vector(block, [], write)
 
     blocks.each_block(x.shape[0], write_block)
-
-
-@native_array_instruction
-def _round_micro_blocks(
-    builder: Any, ir: Any, x: Operand, y: Operand, whole: Operand, grid: Operand
-) -> None:
-    """Write quantized values of blocks with shared microexponents: a vector is a block.
-
-    Args:
-        builder: Builder of instructions.
-        ir: The module ``llvmlite.ir``.
-        x: See ``_Blocks``.
-        y: In the same type and shape, overwritten.
-        whole: What is taken from the exponent of the largest value to get that of the step, and
-            the largest exponent of a step, int32.
-        grid: Zero, the smallest and the largest code, float32.
-    """
-    blocks = _Blocks(builder, ir, x)
-    vectors = blocks.vectors
-    below, most = (vectors.spread(vectors.load_one(whole, vectors.constant(i))) for i in range(2))
-    numbers = [vectors.spread(vectors.load_one(grid, vectors.constant(i))) for i in range(3)]
-    others = ir.Constant(blocks.ints, [lane ^ 1 for lane in range(LANES)])
-
-    def write(index: Any, _: list[Any]) -> list[Any]:
-        bits = blocks.bits(index)
-        sizes = builder.lshr(builder.shl(bits, vectors.constants(1)), vectors.constants(24))
-        own = blocks.larger(sizes, builder.shuffle_vector(sizes, sizes, others))
-        top = vectors.spread(vectors.largest(own))
-        is_less = builder.zext(builder.icmp_signed("<", own, top), blocks.ints)
-        step = blocks.smaller(builder.sub(builder.sub(top, is_less), below), most)
-        normal = builder.shl(builder.add(step, vectors.constants(127)), vectors.constants(23))
-        place = blocks.smaller(builder.add(step, vectors.constants(149)), vectors.constants(22))
-        small = builder.shl(vectors.constants(1), place)
-        is_small = builder.icmp_signed("<", step, vectors.constants(-126))
-        scale = blocks.as_floats(builder.select(is_small, small, normal))
-        scaled = builder.fdiv(blocks.as_floats(bits), scale)
-        result = builder.fmul(blocks.round_integers(scaled, *numbers), scale)
-        vectors.store(blocks.rounded_bits(result) if y.kind == "int16" else result, y, index)
-        return []
-
-    def write_row(row: Any) -> None:
-        blocks.each_vector(row, [], write)
-
-    blocks.each_block(x.shape[0], write_row)
-
-
-@native_function
-def fake_quantize_micro_rows(x: Array, y: Array, whole: Array, grid: Array) -> None:
-    """Quantize and dequantize rows of blocks with shared microexponents.
-
-    Args:
-        x: Values, float32 or bits of bfloat16 (int16), (rows, elements): whole blocks.
-        y: Results in the same type and shape, overwritten.
-        whole: See ``_round_micro_blocks``.
-        grid: See ``_round_micro_blocks``.
-    """
-    _round_micro_blocks((x, y, whole, grid))
 
 
 @native_function

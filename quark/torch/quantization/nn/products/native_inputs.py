@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -29,12 +30,16 @@ from quark.torch.quantization.nn.products.compiled_inputs import (
     plain_values,
     sample_inputs,
 )
+from quark.torch.quantization.nn.products.native_exponent_kernels import (
+    HALF,
+    fake_quantize_float_rows,
+    fake_quantize_micro_rows,
+)
 from quark.torch.quantization.nn.products.native_input_kernels import (
     FLOAT,
     PLAIN,
     POWER,
     SHARED,
-    fake_quantize_micro_rows,
     fake_quantize_rows,
 )
 from quark.torch.quantization.nn.products.triton_inputs import Case
@@ -74,12 +79,7 @@ def fake_quantize(
     given = (scale, zero_point, tensor_scale)
     has = tuple(t is not None for t in given)
     shape = _rows(x, scheme, scale)
-    if (
-        shape is None
-        or shape[1] % LANES
-        or not _is_served(scheme, has)
-        or not _is_right(scheme, x.dtype, has)
-    ):
+    if shape is None or not _is_served(scheme, has) or not _is_right(scheme, x.dtype, has):
         return None
     if zero_point is not None and not zero_point.abs().item() <= _LARGEST_ZERO:
         return None
@@ -88,20 +88,24 @@ def fake_quantize(
 
 def _rows(x: torch.Tensor, scheme: Scheme, scale: torch.Tensor | None) -> tuple[int, int] | None:
     """Return the shape in which the kernel takes an input, None if no kernel does."""
-    if _is_micro(scheme):
+    if _exponent_kernel(scheme) is not None:
         is_last = scheme.axis % max(1, x.dim()) == x.dim() - 1
         is_whole = scale is None and is_last and x.shape[-1] % scheme.fmt.block == 0
         return (x.numel() // x.shape[-1], x.shape[-1]) if is_whole and x.numel() else None
     shape = block_rows(x, scheme, scale)
     if shape is not None and scale is not None:  # rows of any length share the scale
         shape = (x.numel() // x.shape[-1], x.shape[-1])
-    return shape
+    return None if shape is None or shape[1] % LANES else shape
 
 
-def _is_micro(scheme: Scheme) -> bool:
-    """Whether a vector is a block with shared microexponents, two elements a sub-block."""
+def _exponent_kernel(scheme: Scheme) -> Callable[..., None] | None:
+    """Return the kernel for blocks that share exponents and fill a vector or half of one."""
     fmt = scheme.fmt
-    return fmt.block == LANES and fmt.sub_block == 2 and scheme.qscheme is QSchemeType.per_group
+    if scheme.qscheme is not QSchemeType.per_group:
+        return None
+    if fmt.block == LANES and fmt.sub_block == 2:
+        return fake_quantize_micro_rows
+    return fake_quantize_float_rows if fmt.block == HALF and not fmt.sub_block else None
 
 
 def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
@@ -117,7 +121,7 @@ def _is_served(scheme: Scheme, has: tuple[bool, ...]) -> bool:
     has_range = fmt.is_float or (scheme.symmetric and fmt.signed)
     is_dynamic = has_range and (has[2] or not to.two_level)
     is_even = scheme.rounding is RoundType.half_even
-    if _is_micro(scheme):
+    if _exponent_kernel(scheme) is not None:
         return is_even and not any(has)
     return is_known and has_scale and is_even and (has[0] or is_dynamic)
 
@@ -126,8 +130,9 @@ def _run(x: torch.Tensor, given: Numbers, scheme: Scheme) -> torch.Tensor:
     """Return values of ``x``, whose rows are the blocks or share the given scale."""
     scale, zero_point, tensor_scale = given
     x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    if _is_micro(scheme):
-        run_rows(fake_quantize_micro_rows, [x, y], *_micro_constants(scheme, x.dtype))
+    kernel = _exponent_kernel(scheme)
+    if kernel is not None:
+        run_rows(kernel, [x, y], *_exponent_constants(scheme, x.dtype))
         return y
     zero = 0.0 if zero_point is None else float(zero_point)
     scales = torch.empty(0) if scale is None else scale.detach().float().reshape(1)
@@ -159,8 +164,8 @@ def _constants(scheme: Scheme, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=256)
-def _micro_constants(scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the constants that ``fake_quantize_micro_rows`` takes."""
+def _exponent_constants(scheme: Scheme, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the constants that kernels of shared exponents take."""
     fmt = scheme.fmt
     below = 127 + fmt.bits - 2  # the bias of float32, and the bits below the leading one
     whole = [below, largest_exponent(fmt, largest_value(dtype))]

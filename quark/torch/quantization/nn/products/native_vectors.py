@@ -1,9 +1,9 @@
 """Kernels of vector instructions: values of packed weights, and their products.
 
-They do what ``native_kernels`` does, in one pass without buffers, for groups of whole vectors; see
-``row_instructions``. Products with many rows of inputs decode some rows of the weight, which stay
-in a cache, and multiply strips of inputs by these. Numba keeps the machine code until this file
-changes, also if ``row_instructions`` does.
+They do what ``native_kernels`` does, in one pass without buffers, for groups of whole vectors or of
+half vectors; see ``row_instructions``. Products with many rows of inputs decode some rows of the
+weight, which stay in a cache, and multiply strips of inputs by these. Numba keeps the machine code
+until this file changes, also if ``row_instructions`` does.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quark.torch.quantization.nn.products.row_instructions import (
 )
 
 Array = Any
+HALF = LANES // 2  # codes of half a vector, which may have their own scale
 _VALUES = 1 << 17  # values of rows that are decoded together: half a megabyte
 _RUN = 256  # inputs of a sum in registers: longer sums round more
 
@@ -82,8 +83,16 @@ def _run_shift(vectors: int, groups: int) -> int:
 
 
 @native_function
-def _make_factors(vectors: int, groups: int, slots: Array) -> Array:
-    """Return a buffer for scales and zero points of the runs of a row; write their shift."""
+def _make_factors(inputs: int, groups: int, halves: Array | None, slots: Array) -> Array:
+    """Return a buffer for scales and zero points of the runs of a row; write their shift.
+
+    Args:
+        inputs: Elements of the row.
+        groups: Number of scales of the row.
+        halves: See ``decode_rows``. Their runs are halves of vectors.
+        slots: See ``decode_row``.
+    """
+    vectors = inputs // (LANES if halves is None else HALF)
     shift = _run_shift(vectors, groups)
     slots[3, 0] = shift
     return np.empty((2, max(1, vectors >> shift)), np.float32)
@@ -173,6 +182,7 @@ def decode_rows(
     values: Array,
     table: Array,
     numbers: Array,
+    halves: Array | None,
 ) -> None:
     """Write the values of panels of rows.
 
@@ -185,13 +195,16 @@ def decode_rows(
         values: float32 or bits of bfloat16 (int16), (panels, rows, inputs), overwritten.
         table: See ``decode_row``.
         numbers: What scales are multiplied by, and what is added to zero points, float32.
+        halves: Any array if groups are odd numbers of half vectors; None for whole vectors.
     """
     rows, slots = values.shape[1], np.zeros((4, 4), np.int64)
-    factors = _make_factors(values.shape[2] // LANES, scale.shape[2], slots)
+    factors = _make_factors(values.shape[2], scale.shape[2], halves, slots)
     for panel in range(values.shape[0]):
         for row in range(rows):
             _read_row(first, second, third, scale, zeros, numbers, panel, row, rows, slots, factors)
-            _decode_row((first, second, third, slots, zeros, factors, table, values[panel, row]))
+            _decode_row(
+                (first, second, third, slots, zeros, factors, halves, table, values[panel, row])
+            )
 
 
 @native_function
@@ -205,6 +218,7 @@ def multiply_rows(
     x: Array,
     table: Array,
     numbers: Array,
+    halves: Array | None,
     narrowest: int,
 ) -> None:
     """Multiply one or four rows of inputs by panels of rows.
@@ -219,17 +233,29 @@ def multiply_rows(
         x: Inputs, float32 (1 or 4, inputs).
         table: See ``decode_row``.
         numbers: See ``decode_rows``.
+        halves: See ``decode_rows``.
         narrowest: Bits of a code in the plane that has the fewest.
     """
     rows, slots = y.shape[1], np.zeros((4, 4), np.int64)
-    factors = _make_factors(x.shape[1] // LANES, scale.shape[2], slots)
+    factors = _make_factors(x.shape[1], scale.shape[2], halves, slots)
     sharing = 8 // narrowest  # rows that share a byte follow each other
     for panel in range(y.shape[0]):
         for index in range(rows):
             line = index // sharing
             row = line + (index - line * sharing) * (rows // sharing)
             _read_row(first, second, third, scale, zeros, numbers, panel, row, rows, slots, factors)
-            operands = (first, second, third, slots, zeros, factors, table, x, y[panel, row])
+            operands = (
+                first,
+                second,
+                third,
+                slots,
+                zeros,
+                factors,
+                halves,
+                table,
+                x,
+                y[panel, row],
+            )
             if x.shape[0] == 1:
                 _multiply_one(operands)
             else:
@@ -269,6 +295,7 @@ def multiply_strips(
     y: Array,
     table: Array,
     numbers: Array,
+    halves: Array | None,
 ) -> None:
     """Multiply strips of inputs by panels of rows.
 
@@ -284,6 +311,7 @@ def multiply_strips(
         y: Outputs, float32 (tokens, outputs), those of the panels overwritten.
         table: See ``decode_row``.
         numbers: See ``decode_rows``.
+        halves: See ``decode_rows``.
     """
     inputs, total = strips.shape[1], scale.shape[0] * rows
     step = max(1, _VALUES // inputs // BLOCK) * BLOCK
@@ -291,14 +319,14 @@ def multiply_strips(
     values = np.empty((size, inputs + LANES), np.float32)  # rows share no sets of the cache
     sums, part = np.empty((BLOCK, STRIP), np.float32), np.zeros(3, np.int64)
     slots = np.zeros((4, 4), np.int64)
-    factors = _make_factors(inputs // LANES, scale.shape[2], slots)
+    factors = _make_factors(inputs, scale.shape[2], halves, slots)
     for start in range(0, total, step):
         count, output = min(step, total - start), places[0] * rows + start
         for i in range(count):
             panel = (start + i) // rows
             row = start + i - panel * rows
             _read_row(first, second, third, scale, zeros, numbers, panel, row, rows, slots, factors)
-            _decode_row((first, second, third, slots, zeros, factors, table, values[i]))
+            _decode_row((first, second, third, slots, zeros, factors, halves, table, values[i]))
         for strip in range(strips.shape[0]):
             token = strip * STRIP
             for row in range(0, count, BLOCK):

@@ -1,48 +1,49 @@
-"""MX6 as integers in groups: pairs of codes with half of the scale of their block.
+"""MX6 and MX9 as integers in groups: pairs of codes with half of the scale of their block.
 
-A block of 16 codes of 5 bits shares a scale, and each two of them may have half of it (Rouhani et
-al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3). In units of
-half the larger scale, a code of 5 bits is a whole number of 6 bits. Example, scale 4 of a block::
+A block of 16 codes of 5 or 8 bits shares a scale, and each two of them may have half of it
+(Rouhani et al. 2023, "With Shared Microexponents, A Little Shifting Goes a Long Way", section 3).
+In units of half the larger scale, a code is a whole number of one bit more. Example, scale 4 of a
+block of codes of 5 bits::
 
     pair (3, -1) at 4 -> (6, -2) units of 2        pair (3, -1) at 2 -> (3, -1) units of 2
-
-Codes of MX9 would take 9 bits, which no panel holds.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from quark.torch.numerics.formats import Dtype
-from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.config.type import QSchemeType
+from quark.torch.numerics.formats import Format
+from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
-_PANEL_BITS = 8  # of codes that panels hold
+
+class UnshiftedTensor(QuantizedTensor):
+    """A tensor whose codes are integers of one bit more than those of its specification."""
+
+    @property
+    def scheme(self) -> Scheme:
+        """Scheme of the integers: groups are the blocks of the format."""
+        fmt, bits = self.spec.fmt, self.spec.fmt.bits + 1
+        return replace(self.spec.scheme, fmt=Format(f"int{bits}", bits), group=fmt.block)
 
 
 def without_shifts(state: QuantizedTensor) -> QuantizedTensor:
     """Return the same values as integers of one bit more, in groups of whole blocks.
 
     Args:
-        state: Codes (outputs, inputs) and scales. It is returned unchanged if codes have no shifts,
-            would be too wide, or do not fill their blocks.
+        state: Codes (outputs, inputs) and scales. It is returned unchanged if codes have no shifts
+            or do not fill their blocks.
     """
     scales = _pair_scales(state)
-    if scales is None or state.scheme.fmt.bits >= _PANEL_BITS:
+    if scales is None:
         return state
     assert state.codes is not None
     fmt = state.scheme.fmt
-    spec = QuantizationSpec(
-        Dtype(f"int{fmt.bits + 1}"),
-        qscheme=QSchemeType.per_group,
-        ch_axis=-1,
-        group_size=fmt.block,
-        symmetric=True,
-    )
-    scale = scales.amax(-1, keepdim=True) / 2
-    codes = state.codes << _shifts(scales, fmt.sub_block).to(state.codes.dtype)
-    return QuantizedTensor(spec, codes, scale.squeeze(-1), None, order=state.order)
+    wide = state.codes if fmt.bits < 8 else state.codes.to(torch.int16)
+    codes = wide << _shifts(scales, fmt.sub_block).to(wide.dtype)
+    return UnshiftedTensor(state.spec, codes, scales.amax(-1) / 2, None, order=state.order)
 
 
 def with_shifts(codes: torch.Tensor, state: QuantizedTensor) -> torch.Tensor:
@@ -53,15 +54,17 @@ def with_shifts(codes: torch.Tensor, state: QuantizedTensor) -> torch.Tensor:
         state: The scales of the weight; its codes have the shape of ``codes``.
     """
     scales = _pair_scales(state)
-    if scales is None or state.scheme.fmt.bits >= _PANEL_BITS:
+    if scales is None:
         return codes
-    return codes >> _shifts(scales, state.scheme.fmt.sub_block).to(codes.dtype)
+    shifted = codes >> _shifts(scales, state.scheme.fmt.sub_block).to(codes.dtype)
+    return shifted.to(state.scheme.fmt.code_dtype)
 
 
 def _pair_scales(state: QuantizedTensor) -> torch.Tensor | None:
     """Return the scales of the pairs of each block, (outputs, blocks, pairs); None without any."""
     fmt, codes, scale = state.scheme.fmt, state.codes, state.scale
-    has_shifts = fmt.sub_block and not state.spec.quantizes_codes
+    is_in_rows = state.scheme.axis % 2 == 1
+    has_shifts = fmt.sub_block and is_in_rows and not state.spec.quantizes_codes
     if not has_shifts or codes is None or codes.dim() != 2 or scale is None:
         return None
     outputs, inputs = codes.shape

@@ -59,7 +59,8 @@ class Panels:
     Attributes:
         fmt: Format of the codes.
         arrangement: Order of the elements.
-        offset: What is added to a code before it is stored: integers below 8 bits are unsigned.
+        offset: What is added to a code before it is stored: integers but those of 8 bits are
+            unsigned.
         zero_point: Integer zero point that all groups share, plus ``offset``; this alone, if zero
             points differ. The part ``zero_point`` contains ``offset`` if it is int8.
     """
@@ -79,8 +80,9 @@ class Panels:
         """
         fmt, codes = state.scheme.fmt, state.codes
         assert codes is not None and state.scale is not None
-        offset = -fmt.qmin if not fmt.is_float and fmt.bits < 8 else 0
-        parts = pack_planes(arrangement.arrange(codes.view(torch.uint8)), fmt, offset)
+        offset = -fmt.qmin if not fmt.is_float and fmt.bits != 8 else 0
+        bits = codes.view(torch.uint8) if fmt.bits <= 8 else codes
+        parts = pack_planes(arrangement.arrange(bits), fmt, offset)
         zero = 0 if fmt.is_float else offset
         stored = _stored_zero_points(state, arrangement)
         if stored is not None:
@@ -155,8 +157,13 @@ class Panels:
         return self.arrangement.restore(codes).contiguous().view(self.fmt.code_dtype)
 
     def _bits(self, parts: Parts) -> Iterator[torch.Tensor]:
-        """Iterate over the stored bits of the panels: uint8 (elements,)."""
+        """Iterate over the stored bits of the panels: uint8, int16 of over 8 bits, (elements,)."""
         widths = plane_widths(self.fmt)
+        if self.fmt.bits > 8:
+            for index in range(self.arrangement.panels):
+                held = {f"plane_{w}": parts[f"plane_{w}"][index : index + 1] for w in widths}
+                yield unpack_planes(held, self.fmt).flatten()
+            return
         planes = [parts[f"plane_{width}"].flatten(1).unbind() for width in widths]
         if widths == [8]:
             yield from planes[0]
@@ -195,7 +202,7 @@ class Panels:
                 values.copy_(codes)
             else:
                 values.copy_(bits.view(self.fmt.code_dtype))
-                if zeros is None and self.zero_point:
+                if self.zero_point:
                     values.sub_(self.zero_point)
             if zeros is not None and zeros.dtype != torch.int8:
                 grouped.sub_(zeros[index])
@@ -262,7 +269,7 @@ def _stored_zero_points(state: QuantizedTensor, to: Arrangement) -> torch.Tensor
 
 def _small_zero_points(zeros: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return zero points as int8 if they and all differences from codes fit it, else unchanged."""
-    if fmt.bits == 8 or not zeros.isfinite().all():
+    if fmt.bits >= 8 or not zeros.isfinite().all():
         return zeros
     low, high = (int(z) for z in zeros.aminmax())
     small = zeros.to(torch.int8)

@@ -23,6 +23,7 @@ FEW_ROWS = (
     32  # rows up to which a kernel is faster than panels, except those of ``Kernel.few_rows``
 )
 _SMALLEST_GROUP = 8  # below, scales take more memory than codes
+_MOST_BITS = 9  # of codes: those of MX9 with the shifts of pairs
 
 
 @dataclass(frozen=True)
@@ -328,7 +329,7 @@ def _group(state: QuantizedTensor) -> int:
     codes, scheme = state.codes, state.scheme
     if codes is None or codes.dim() != 2 or not codes.numel() or state.scale is None:
         return 0
-    is_small = scheme.fmt.bits <= 8 and scheme.fmt.exponent_bits <= 5
+    is_small = scheme.fmt.bits <= _MOST_BITS and scheme.fmt.exponent_bits <= 5
     if not is_small or scheme.fmt.max_value > FLOAT16_MAX:
         return 0  # floats of a panel are decoded as float16
     rows, columns = scheme.blocks(codes.shape).grid

@@ -31,10 +31,11 @@ class _Row:
     """
 
     def __init__(self, vectors: Vectors, operands: Sequence[Operand | None]) -> None:
-        *planes, slots, zeros, factors, table = operands
+        *planes, slots, zeros, factors, halves, table = operands
         assert planes[0] and slots and factors and table
         self.vectors, self.factors, self.kind = vectors, factors, table.kind
         self.runs, self.has_zeros = factors.shape[1], zeros is not None
+        self.has_halves = halves is not None
         self.count = vectors.builder.udiv(planes[0].shape[2], vectors.constant(LANES))
         self.shift = vectors.load_one(slots, vectors.constant(12))
         self.planes = [plane for plane in planes if plane is not None]
@@ -63,11 +64,18 @@ class _Row:
         """Return the values of a vector of codes, float32, given which one it is."""
         vectors, builder = self.vectors, self.vectors.builder
         values = self._units(self._bits(chunk))
-        run = builder.lshr(chunk, self.shift)
+        is_half = vectors.constant(int(self.has_halves))  # two runs in a vector
+        run = builder.lshr(builder.shl(chunk, is_half), self.shift)
         if self.has_zeros:
-            place = builder.add(run, self.runs)
-            values = builder.fsub(values, vectors.spread(vectors.load_one(self.factors, place)))
-        return builder.fmul(values, vectors.spread(vectors.load_one(self.factors, run)))
+            values = builder.fsub(values, self._factor(builder.add(run, self.runs)))
+        return builder.fmul(values, self._factor(run))
+
+    def _factor(self, place: Any) -> Any:
+        """Return the scale or zero point of each element of a vector, given the first of them."""
+        vectors = self.vectors
+        if self.has_halves:
+            return vectors.load_halves(self.factors, place)
+        return vectors.spread(vectors.load_one(self.factors, place))
 
     def _bits(self, chunk: Any) -> Any:
         vectors, builder = self.vectors, self.vectors.builder
@@ -105,7 +113,8 @@ def decode_row(builder: Any, ir: Any, *operands: Operand | None) -> None:
         operands: Three planes, uint8 (panels, rows of bytes, inputs) or None. Where the row lies in
             them (see ``_find_row``), and in the first of the last four numbers the shift of
             ``_run_shift``, int64 (4, 4). Stored zero points, or None if there are none. Scales and
-            zero points of the runs, float32 (2, runs).
+            zero points of the runs, float32 (2, runs). Any array if runs are halves of vectors,
+            else None.
             A table: the 16 values of codes, float32; or for integers, int32: which bits are
             inverted, the zero point, 0; or for floats, int16: places by which the sign moves to
             the top, places by which a float16 is shifted down then, its mask.

@@ -31,6 +31,7 @@ DYNAMIC |= {
     "int4, signed scales per token": replace(TOKEN, fmt=Dtype.int4.value, signed_scales=True),
     "mx6": Scheme(Dtype.mx6.value, QSchemeType.per_group, -1, 16),
     "mx9": Scheme(Dtype.mx9.value, QSchemeType.per_group, -1, 16),
+    "bfp16": Scheme(Dtype.bfp16.value, QSchemeType.per_group, -1, 8),
     "int16 per tensor": Scheme(Dtype.int16.value),
     "mxint8": Scheme(Dtype.int8.value, QSchemeType.per_group, -1, 32, scale=E8M0),
     "mxfp4, floor": replace(MX, scale_mode="floor"),
@@ -114,7 +115,8 @@ def test_threads_share_the_rows(monkeypatch, plain):
         (replace(TOKEN, rounding=RoundType.floor), torch.randn(2, 64)),
         (Scheme(Dtype.mx9.value, QSchemeType.per_group, -1, 16), torch.randn(2, 40)),
         (Scheme(Dtype.mx9.value, QSchemeType.per_group, 0, 16), torch.randn(64, 64)),
-        (Scheme(Dtype.bfp16.value, QSchemeType.per_group, -1, 8), torch.randn(2, 64)),
+        (Scheme(Dtype.bfp16.value, QSchemeType.per_group, -1, 8), torch.randn(2, 68)),
+        (Scheme(Dtype.bfp16.value, QSchemeType.per_group, 0, 8), torch.randn(64, 64)),
         (Scheme(Dtype.int8.value, QSchemeType.per_channel, 1), torch.randn(2, 64)),
         (SCHEMES["nvfp4"], torch.randn(2, 64)),  # without a tensor scale
         (MX, torch.randn(2, 64, requires_grad=True)),

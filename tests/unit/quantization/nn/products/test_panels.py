@@ -1,9 +1,11 @@
 """Panels of packed weights: the bits of ``dequantize`` for every format and granularity."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from quark.torch.numerics.formats import Dtype
+from quark.torch.numerics.formats import Dtype, Format
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.nn.products.arrangement import (
     Arrangement,
@@ -15,11 +17,12 @@ from quark.torch.quantization.nn.products.arrangement import (
 from quark.torch.quantization.nn.products.panels import Panels
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
+WIDE = SimpleNamespace(name="int9", value=Format("int9", 9))  # MX9 with the shifts of its pairs
 FORMATS = [  # of up to 8 bits, with values that float16 has by a rule
     d
     for d, fmt in ((d, d.value) for d in Dtype)
     if fmt.bits <= 8 and fmt.has_rule and not fmt.sub_block and fmt.max_value < 65536
-]
+] + [WIDE]
 ORDERS = [Arrangement.of_rows(70, 64, 32)] + [
     Arrangement.of_columns(70, 64, 32, half) for half in (16, 32)
 ]
@@ -80,8 +83,10 @@ def test_planes_take_the_bits_of_the_codes(dtype):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=lambda d: d.name)
 def test_planes_are_unpacked(dtype):
-    bits = torch.arange(3 * 64).remainder(1 << dtype.value.bits).byte().view(3, 64)
-    parts = pack_planes(bits, dtype.value)
+    fmt = dtype.value
+    bits = torch.arange(9 * 64).remainder(1 << fmt.bits).view(9, 64)
+    bits = bits.byte() if fmt.bits <= 8 else bits.short()
+    parts = pack_planes(bits, fmt)
     assert len(parts) == len(plane_widths(dtype.value))
     assert torch.equal(unpack_planes(parts, dtype.value), bits)
 

@@ -75,8 +75,8 @@ def test_every_scheme_has_a_product_but_those_that_the_docs_name():
     assert without == {name.strip(" `") for row in rows for name in row.split(",")}
 
 
-@pytest.mark.parametrize("name", ["mx6", "w_mx6"])
-def test_mx6_is_held_in_groups_of_its_blocks(name):
+@pytest.mark.parametrize(("name", "bits"), [("mx6", 6), ("w_mx6", 6), ("mx9", 9), ("w_mx9", 9)])
+def test_pairs_are_held_in_groups_of_their_blocks(name, bits):
     """Values of the largest and smallest codes, with and without the shift of their pair."""
     linear = nn.Linear(64, 40)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_mx6_is_held_in_groups_of_its_blocks(name):
     assert product.codes().abs().max() > state.codes.abs().max()
     assert product.values(torch.float32).equal(state.value(torch.float32))
     assert layer._stored("weight").equal(stored)
-    assert product.nbytes <= 64 * 64 * (6 + 32 / 16) / 8
+    assert product.nbytes <= 64 * 64 * (bits + 32 / 16) / 8
 
 
 def test_two_stages_multiply_by_the_first_scale_last():

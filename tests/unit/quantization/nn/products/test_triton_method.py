@@ -25,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = [name for name in scheme_names() if not name.endswith(("_64", "_128"))]
 ORDINARY = ["int3_wo_32", "w_uint4_per_group_asym", "int8", "fp8", "nvfp4", "mxfp6_e2m3"]
 CASES = [n if n in ORDINARY else pytest.param(n, marks=pytest.mark.nightly) for n in NAMES]
-WITHOUT = {"iq4_nl", "mx9", "bfloat16", "float16", "w_mx9"}
+WITHOUT = {"iq4_nl", "bfloat16", "float16"}
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 runs_triton = pytest.mark.triton
 
