@@ -37,6 +37,8 @@ WEIGHTS = {
 }
 # Schemes of blocks of fp4, whose inputs are rounded too -> the name of auto-round, llm-compressor.
 BLOCKS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+# Schemes of such blocks for weights alone -> the same.
+WEIGHT_BLOCKS = {"mxfp4_weight_only": ("MXFP4", "MXFP4A16")}
 # Schemes of super-blocks -> the type in llama.cpp, and the one it takes for other inputs.
 SUPER_BLOCKS = {
     "q2_k": ("Q2_K", "IQ4_NL"),
@@ -93,6 +95,8 @@ def auto_round(task: Task) -> Steps:
         bits, symmetric, group, _ = WEIGHTS[task.scheme]
         how = {"scheme": "W4A16", "bits": bits, "sym": symmetric}
         how["group_size"] = task.group_size(group)
+    elif task.scheme in WEIGHT_BLOCKS:
+        how = {"scheme": WEIGHT_BLOCKS[task.scheme][0], "act_bits": 16}
     else:
         how = {"scheme": BLOCKS[task.scheme]}
     [algorithm] = task.algorithms
@@ -118,6 +122,8 @@ def llm_compressor(task: Task) -> Steps:
     model, given = task.model(), {"ignore": ["lm_head"]}
     if task.scheme in BLOCKS:
         given |= {"targets": ["Linear"], "scheme": BLOCKS[task.scheme]}
+    elif task.scheme in WEIGHT_BLOCKS:
+        given |= {"targets": ["Linear"], "scheme": WEIGHT_BLOCKS[task.scheme][1]}
     else:
         how, inputs = {"strategy": "channel", "num_bits": 8}, None
         if task.scheme in WEIGHTS:
@@ -275,15 +281,16 @@ _SMOOTH: Algorithms = {
 }
 _SMOOTH_GPTQ: Algorithms = {"smooth, gptq": [*_SMOOTH["smooth, alpha 0.8"], *_GPTQ["gptq"]]}
 _INT4 = ("int4_wo_128", "int4_wo_64", "uint4_wo_128")
+_GROUPED = [*WEIGHTS, *BLOCKS, *WEIGHT_BLOCKS]
 # Peer -> what asks it, and what it is asked for: algorithms by scheme and name for the table.
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
-        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in [*WEIGHTS, *BLOCKS]},
+        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in _GROUPED},
     ),
     "llm-compressor": (
         llm_compressor,
-        {**dict.fromkeys([*WEIGHTS, *BLOCKS], _GPTQ), W8A8: _SMOOTH | _SMOOTH_GPTQ},
+        {**dict.fromkeys(_GROUPED, _GPTQ), W8A8: _SMOOTH | _SMOOTH_GPTQ},
     ),
     "amd-quark": (
         amd_quark,

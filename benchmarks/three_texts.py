@@ -13,6 +13,7 @@
     python benchmarks/three_texts.py --rows nvfp4:four_over_six --algorithms gptq
     python benchmarks/three_texts.py --algorithms gptq:choose_damping:random_tokens=0.25
     python benchmarks/three_texts.py --rows mxfp4 --before smoothed:random_tokens=0.5
+    python benchmarks/three_texts.py --rows w_int2_per_group_asym --algorithms yaqa --finish 40
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
@@ -43,12 +44,14 @@ import second
 import torch
 from algorithms import plant_outliers
 from measure import Meter, in_fresh_process, machine, markdown, say
+from preparations import NONE, PREPARATIONS, options_of, preparation
 from real_model import FOLDER, fetch_model
 from scores import judge_text, perplexity, predict, standard_error
 from texts import evaluation_texts
 
 from quark.demo.text import model_directory, training_documents
 from quark.torch import LLMTemplate, ModelQuantizer
+from quark.torch.distillation import DistillationOptions, distill, split_kept_back
 from quark.torch.evaluation.perplexity import token_windows
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
@@ -58,34 +61,10 @@ LENGTH = 256  # tokens of a window
 PARTS = 7  # of the documents for calibration, of which one is taken
 # Model with a name -> windows for calibration, and for each text.
 MODELS = dict.fromkeys(("shipped", "twin", "second", "experts"), (32, 16)) | {"real": (12, 8)}
-AWQ: dict[str, Any] = {"name": "awq"}
-SMOOTH: dict[str, Any] = {"name": "smooth", "alpha": 1}
-R1R2: dict[str, Any] = {"name": "rotation", "r1": True, "r2": True}
-R1R2R4: dict[str, Any] = {**R1R2, "r4": True}
-HALF = SMOOTH | {"alpha": 0.5}
-_ALL_INPUTS = {"online_rotation_layers": ["*"]}
-BLOCKS: dict[str, Any] = {"name": "rotation", "r1": False, "rotation_size": 32}
-BLOCKS |= {"online_config": _ALL_INPUTS}
-PRESCALED = BLOCKS | {"online_config": _ALL_INPUTS | {"use_input_prescale": True}}
+FINISH = "distill"  # steps of one sequence, after all algorithms
 INPUTS = ":inputs"  # after a scheme: inputs alone, which rounding of weights cannot improve
 CHOICE = ":four_over_six"  # after a scheme: this option of its inputs is on
-NONE, REFERENCE = "none", "gptq"
-# Name -> what comes before the algorithm that rounds.
-PREPARATIONS: dict[str, list[dict[str, Any]]] = {
-    NONE: [],
-    "awq": [AWQ],
-    "smooth": [SMOOTH],
-    "r1r2": [R1R2],
-    "r1r2r4": [R1R2R4],
-    "blocks": [BLOCKS],
-    "prescaled": [PRESCALED],
-    "half": [HALF],
-    "halfawq": [HALF, AWQ],
-    "auto": [{"name": "autosmoothquant"}],
-    "smoothed": [HALF, BLOCKS],
-    "smoothed124": [HALF, R1R2R4],
-    "smoothed16": [HALF, BLOCKS | {"rotation_size": 16}],
-}
+REFERENCE = "gptq"
 # Scheme -> its preparations.
 SCHEMES = {
     "int4_wo_128": (NONE, "awq"),
@@ -131,6 +110,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--peer", action="append", default=[], choices=ASKED, help="also measure it; repeatable"
+    )
+    parser.add_argument(
+        "--finish", type=int, default=0, help="steps of the distillation finish after algorithms"
     )
     parser.add_argument("--kept", action="store_true", help="measure nothing; print kept rows")
     return parser.parse_args()
@@ -197,17 +179,30 @@ class Bench:
             layer = replace(layer, input_tensors=layer.input_tensors.changed(four_over_six=True))
         config.global_quant_config = layer
         config, _ = fit_super_blocks(self.model, fit_group_sizes(self.model, config)[0])
-        options = [algo_config_from_dict(given) for given in algorithms]
+        finishes = [options for options in algorithms if options["name"] == FINISH]
+        options = [algo_config_from_dict(one) for one in algorithms if one not in finishes]
         config, model = replace(config, algo_config=options or None), copy.deepcopy(self.model)
         with Meter() as meter:
-            model = ModelQuantizer(config).quantize_model(model, self.data)
-            ModelQuantizer.freeze(model)
+            if finishes:
+                model = self._finished(config, model, finishes[0]["iters"])
+            else:
+                model = ModelQuantizer(config).quantize_model(model, self.data)
+                ModelQuantizer.freeze(model)
         texts = {
             name: judge_text(self.expected[name], model, windows)
             for name, windows in self.texts.items()
         }
         row = {"scheme": scheme, "algorithms": algorithms, "seconds": meter.cpu, "texts": texts}
         return row | self._where()
+
+    def _finished(self, config: Any, model: Any, steps: int) -> Any:
+        """Return a model that is quantized with a part of the data, and then trained."""
+        finish = DistillationOptions(steps=steps, batch_size=1)
+        seen, _ = split_kept_back(self.data, finish)
+        data = list(torch.cat(seen).split(4))
+        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, data))
+        distill(model, self.model, self.data, finish)
+        return model
 
     def row_of_peer(self, peer: str, scheme: str, asked: str) -> Row:
         """Return such a row of other software, which runs in an environment of its own.
@@ -227,30 +222,6 @@ class Bench:
     def _where(self) -> Row:
         """Return the machine, and the part of the documents unless it is the first."""
         return {"machine": machine()} | ({"part": self.part} if self.part else {})
-
-
-def options_of(text: str) -> dict[str, Any]:
-    """Return options: of ``gptq``, or of ``gptq:option``, which is on, or ``gptq:option=0.5``."""
-    name, *given = text.split(":")
-    options: dict[str, Any] = {"name": name}
-    for option, _, value in (part.partition("=") for part in given):
-        options[option] = float(value) if value else True
-    return options
-
-
-def preparation(text: str) -> list[dict[str, Any]]:
-    """Return the steps of a preparation, such as ``smoothed`` or ``smoothed:alpha=0.7``.
-
-    An option goes to every step that has it.
-    """
-    name, _, given = text.partition(":")
-    options = options_of(f"{name}:{given}" if given else name)
-    del options["name"]
-    steps = []
-    for step in PREPARATIONS[name]:
-        known = algo_config_from_dict(step)
-        steps.append(step | {key: value for key, value in options.items() if hasattr(known, key)})
-    return steps
 
 
 def label(row: Row) -> str:
@@ -368,6 +339,7 @@ def main() -> None:
             if chosen := [row for row in model["rows"] if row["scheme"] in schemes]:
                 show(name, model, chosen)
         return
+    finish = [{"name": FINISH, "iters": options.finish}] if options.finish else []
     bench, rows = Bench(options.model, options.part), []
 
     def add(row: Row) -> None:
@@ -379,7 +351,7 @@ def main() -> None:
         own = SCHEMES.get(scheme.split(":")[0], (NONE,))
         for before in map(preparation, given or own):
             for name in filter(None, options.algorithms.split(",")):
-                algorithms = [*before, *([] if name == NONE else [options_of(name)])]
+                algorithms = [*before, *([] if name == NONE else [options_of(name)]), *finish]
                 say(f"{scheme} {label({'algorithms': algorithms})}")
                 add(bench.row(scheme, algorithms))
         for peer in options.peer:

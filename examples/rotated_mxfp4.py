@@ -1,4 +1,4 @@
-r"""Quantize weights and inputs to MXFP4 by its recipe: SmoothQuant, rotations of inputs, GPTQ.
+r"""Quantize weights and inputs to MXFP4 by its recipe: SmoothQuant, rotations of inputs, YAQA.
 
     python examples/rotated_mxfp4.py --output_dir OUT
     python examples/rotated_mxfp4.py --model_dir MODEL --output_dir OUT
@@ -34,7 +34,7 @@ def main() -> None:
     # SmoothQuant makes outliers of inputs smaller. Then each block of 32 inputs, which share a
     # scale, is rotated in the forward pass, so that what is left of outliers stays in its block.
     # In nvfp4, whose blocks of 16 have finer scales, rotations lose: take get_recipe("nvfp4").
-    config = LLMTemplate.get(model.config.model_type).get_recipe("mxfp4")
+    config = LLMTemplate.get(model.config.model_type).get_recipe("mxfp4_rotated")
     quantizer = ModelQuantizer(config)
     model = quantizer.freeze(quantizer.quantize_model(model, windows[HELD_OUT:].split(1)))
     print(f"perplexity after: {perplexity(model, windows[:HELD_OUT]):.3f}")

@@ -16,12 +16,13 @@ import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from quark.torch.distillation_files import FinishFiles, Progress
 from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, split_sequences
@@ -109,7 +110,8 @@ def distill(
     Args:
         model: A model in memory from ``ModelQuantizer.freeze``; it is changed in place.
         original: The float model, which has the same inputs and outputs. It is not changed.
-        batches: Data for the model; at least two sequences. The last ones are kept back.
+        batches: Data for the model; at least two sequences. The last ones are kept back: see
+            ``split_kept_back``.
         options: Options; None for the default ones.
         journal: That of the ``ModelQuantizer`` which has quantized the model: a run that was killed
             goes on after its last measurement, to the same bits. None: the finish begins anew.
@@ -124,15 +126,8 @@ def distill(
     trained = TrainedParameters(model)
     if not trained.parameters:
         raise ValueError("distill: the model has neither scales that may train nor norms.")
-    sequences = list(split_sequences(batches))
-    if len(sequences) < 2:
-        raise ValueError(
-            f"distill: {len(sequences)} sequences are too few. Give at least two: one to train "
-            "with, one to decide when to stop."
-        )
-    kept = min(len(sequences) - 1, max(1, round(options.kept_back * len(sequences))))
-    teaching, judging = sequences[:-kept], sequences[-kept:]
-    files = None if journal is None else _Files(journal, options, sequences)
+    teaching, judging = split_kept_back(batches, options)
+    files = None if journal is None else _open_files(journal, options, [*teaching, *judging])
     run = _Run(model, original.eval(), trained, options)
     progress = (files and files.read(run)) or _first_progress(run, judging)
     progress = _train(run, progress, teaching, judging, files)
@@ -152,9 +147,47 @@ def distill(
     )
 
 
+def split_kept_back(
+    batches: Iterable[Any], options: DistillationOptions | None = None
+) -> tuple[list[Any], list[Any]]:
+    """Return the sequences that train, and those that ``distill`` keeps back: the last ones.
+
+    Quantize with the first alone: sequences that an algorithm has seen judge nothing.
+
+    Args:
+        batches: Data for the model.
+        options: Options of the finish; None for the default ones.
+
+    Raises:
+        ValueError: There are fewer than two sequences.
+    """
+    sequences = list(split_sequences(batches))
+    if len(sequences) < 2:
+        raise ValueError(
+            f"distill: {len(sequences)} sequences are too few. Give at least two: one to train "
+            "with, one to decide when to stop."
+        )
+    share = (options or DistillationOptions()).kept_back
+    kept = min(len(sequences) - 1, max(1, round(share * len(sequences))))
+    return sequences[:-kept], sequences[-kept:]
+
+
+def _open_files(
+    journal: Journal, options: DistillationOptions, sequences: list[Any]
+) -> FinishFiles:
+    """Return the files of a finish in a journal."""
+    request = {"options": asdict(options), "data": data_digest(sequences)}
+    measured = [s for s in range(1, options.steps) if s % options.interval == 0]
+    return FinishFiles(journal, request, [*measured, options.steps])
+
+
 def _train(
-    run: _Run, progress: _Progress, teaching: list[Any], judging: list[Any], files: _Files | None
-) -> _Progress:
+    run: _Run,
+    progress: Progress,
+    teaching: list[Any],
+    judging: list[Any],
+    files: FinishFiles | None,
+) -> Progress:
     """Train from some progress until nothing gets better; return the progress at the end."""
     options = run.options
     for step in show_progress(range(progress.step + 1, options.steps + 1), "distillation"):
@@ -208,84 +241,10 @@ def _check_in_memory(model: nn.Module) -> None:
         )
 
 
-class _Progress(NamedTuple):
-    """How far training is.
-
-    Attributes:
-        step: Steps that ran.
-        best_step: The step whose parameters are the best; 0 if none was better than none.
-        first: Divergence of each sequence that is kept back before any step, (sequences,).
-        best: Likewise, after the best step.
-        state: The parameters after the best step.
-    """
-
-    step: int
-    best_step: int
-    first: torch.Tensor
-    best: torch.Tensor
-    state: dict[str, torch.Tensor]
-
-    def after(self, step: int, figures: torch.Tensor, trained: TrainedParameters) -> _Progress:
-        """Return the progress after a step that was measured, with these figures."""
-        if figures.mean() < self.best.mean():
-            return _Progress(step, step, self.first, figures, trained.state())
-        return self._replace(step=step)
-
-
-def _first_progress(run: _Run, judging: list[Any]) -> _Progress:
+def _first_progress(run: _Run, judging: list[Any]) -> Progress:
     with torch.no_grad():
         first = run.measure(judging)
-    return _Progress(0, 0, first, first, run.trained.state())
-
-
-class _Files:
-    """The progress of a finish on the disk, in a journal.
-
-    Raises:
-        ValueError: The journal holds a finish with other options or data.
-    """
-
-    def __init__(
-        self, journal: Journal, options: DistillationOptions, sequences: list[Any]
-    ) -> None:
-        self._request = {"options": asdict(options), "data": data_digest(sequences)}
-        measured = [s for s in range(1, options.steps) if s % options.interval == 0]
-        self._files = journal.begin_steps([str(step) for step in [*measured, options.steps]])
-        for entry in self._files.entries.values():
-            if entry.notes["request"] != self._request:
-                raise ValueError(
-                    f"{journal.directory} holds a finish with other options or data: "
-                    f"{entry.notes['request']}. Ask for the same to go on, or throw it away: "
-                    "--restart, or Journal(directory, restart=True)."
-                )
-
-    def read(self, run: _Run) -> _Progress | None:
-        """Return the progress of the last file, and set parameters and moments; None without."""
-        if not self._files.entries:
-            return None
-        step = max(self._files.entries, key=int)
-        entry = self._files.entries[step]
-        parts: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in entry.tensors().items():
-            part, _, name = key.partition("/")
-            parts.setdefault(part, {})[name] = value
-        run.restore(int(step), *(parts[part] for part in ("parameter", "mean", "square")))
-        first, best = parts["figures"]["first"], parts["figures"]["best"]
-        return _Progress(int(step), entry.notes["best step"], first, best, parts["best"])
-
-    def write(self, progress: _Progress, run: _Run) -> None:
-        """Write the progress, in place of what was written before."""
-        earlier = list(self._files.entries)
-        parts = {
-            **run.state(),
-            "best": progress.state,
-            "figures": {"first": progress.first, "best": progress.best},
-        }
-        tensors = {f"{part}/{n}": x for part, own in parts.items() for n, x in own.items()}
-        notes = {"request": self._request, "best step": progress.best_step}
-        self._files.write(str(progress.step), tensors, notes)
-        for step in earlier:
-            self._files.remove(step)
+    return Progress(0, 0, first, first, run.trained.state())
 
 
 class _Bound(nn.Module):

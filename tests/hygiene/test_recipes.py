@@ -67,6 +67,11 @@ def rotates_inputs(key):
     return '"r4": true' in key or '"online_config"' in key
 
 
+def has_finish(key):
+    """Whether a model was trained after all algorithms, which recipes leave to ``--finish``."""
+    return '"distill"' in key
+
+
 def better_rows(models, scheme, chosen):
     """The keys of a scheme that are measurably better than one of them.
 
@@ -84,6 +89,7 @@ def better_rows(models, scheme, chosen):
     deciding = of_chosen.get(REAL)
     compared = [deciding] if deciding is not None else list(of_chosen.values())
     others = sorted(set.intersection(*map(set, compared)) - {chosen}) if compared else []
+    others = [other for other in others if not has_finish(other)]
     if not rotates_inputs(chosen):
         others = [other for other in others if not rotates_inputs(other)]
     return [other for other in others if advantage(compared, chosen, other) >= ERRORS]

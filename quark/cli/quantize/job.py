@@ -354,7 +354,7 @@ def _quantize_and_evaluate(
     statistics: Statistics | None,
 ) -> Outcome:
     """Quantize and freeze the model in place, and evaluate it before and after."""
-    from quark.torch.distillation import copy_of, distill
+    from quark.torch.distillation import copy_of, distill, split_kept_back
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
@@ -363,13 +363,15 @@ def _quantize_and_evaluate(
         model_checks.check_shared_inputs(model)
     outcome = Outcome()
     batches = None if calibration is None else complete_batches(model, calibration)
-    quantizer.check_journal(model, batches, statistics)
+    # Text that no algorithm has seen decides which step of a finish is the best.
+    seen = batches if request.finish is None else split_kept_back(batches or [])[0]
+    quantizer.check_journal(model, seen, statistics)
     if measures is not None:
         outcome.before = measures.losses(model, "perplexity of the original")
     start = time.monotonic()
     original = None if request.finish is None else copy_of(model)
     with console.stage("quantizing"):
-        model = quantizer.quantize_model(model, batches, statistics)
+        model = quantizer.quantize_model(model, seen, statistics)
         if rank() > 0:  # the first process alone evaluates and writes
             return outcome
         model = quantizer.freeze(model)

@@ -305,6 +305,11 @@ def _check_finish(request: Request) -> None:
         raise wrong("--finish", "gradients need the whole model. Leave --max_memory out.")
     if request.statistics is not None:
         raise wrong("--finish", "statistics have no text to train on. Leave --statistics out.")
+    if request.num_calib_data < 2:
+        raise wrong(
+            "--finish",
+            "one sequence trains and another one judges. Give --num_calib_data 2 or more.",
+        )
 
 
 def _check_reload(request: Request) -> None:

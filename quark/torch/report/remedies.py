@@ -116,21 +116,21 @@ def remedies(
 
 
 def _lacks_recipe(case: _Case) -> bool:
-    """Whether a recipe has algorithms for such a layer that were not used."""
-    name = _recipe_for(case.config)
-    return name is not None and not _algorithms(name) <= set(case.algorithms)
+    """Whether there are recipes for such a layer, and the algorithms of none were used."""
+    names, used = _recipes_for(case.config), set(case.algorithms)
+    return bool(names) and not any(_algorithms(name) <= used for name in names)
 
 
-def _recipe_for(config: QuantizationConfig) -> str | None:
-    """Return the recipe whose scheme is closest to the configuration of a layer.
+def _recipes_for(config: QuantizationConfig) -> list[str]:
+    """Return the recipes whose schemes are close to the configuration of a layer, the best first.
 
-    The scheme has the same elements of weights and inputs: ``w4`` for ``uint4_wo_64``. Of several
-    recipes, the one with the same scheme comes first. None if no recipe has these elements.
+    The schemes have the same elements of weights and inputs: ``w4`` for ``uint4_wo_64``. Those with
+    the same scheme come first.
     """
     schemes = {name: scheme(row[0]) for name, row in RECIPES.items()}
     near = [name for name, other in schemes.items() if _elements(other) == _elements(config)]
     words = describe_layer(config)
-    return min(near, key=lambda name: describe_layer(schemes[name]) != words, default=None)
+    return sorted(near, key=lambda name: describe_layer(schemes[name]) != words)
 
 
 def _elements(config: QuantizationConfig) -> tuple[str, ...]:
@@ -144,8 +144,7 @@ def _algorithms(recipe: str) -> set[str]:
 
 
 def _use_recipe(cases: Sequence[_Case]) -> tuple[str, str]:
-    name = _recipe_for(cases[0].config)
-    assert name is not None
+    name = _recipes_for(cases[0].config)[0]
     formats, options = RECIPES[name]
     words = ", ".join(str(one["name"]) for one in options)
     text = f"Round with calibration data by the recipe {name}: {formats} with {words}."
@@ -161,9 +160,7 @@ def _unless_used(cases: Sequence[_Case]) -> str:
 
 def _lacks_rounding(case: _Case) -> bool:
     return (
-        case.is_narrow
-        and _recipe_for(case.config) is None
-        and not any(map(_rounds, case.algorithms))
+        case.is_narrow and not _recipes_for(case.config) and not any(map(_rounds, case.algorithms))
     )
 
 

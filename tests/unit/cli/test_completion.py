@@ -26,7 +26,7 @@ def completed():
         ("quark qua", ["quantize"]),
         ("quark convert in out --to g", ["gptq", "gguf"]),
         ("quark quantize --kv_cache_dtype fp8", ["fp8"]),
-        ("quark quantize --recipe w4", ["w4", "w4a4"]),
+        ("quark quantize --recipe w4", ["w4", "w4a4", "w4a4_rotated"]),
         ("quark quantize --quant_scheme int4_wo", None),
         ("quark quantize --quant_algo awq,gp", ["awq,gptq"]),
     ],

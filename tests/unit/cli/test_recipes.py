@@ -60,7 +60,7 @@ def test_groups_are_made_to_divide_the_model(name, quark, odd_dir, tmp_path):
         specs = [spec for x in stages for spec in (x if isinstance(x, list) else [x])]
         sizes = {size for spec in specs if (size := spec.get("group_size"))}
         assert sizes <= {16, 32, fitting} and all(inputs % size == 0 for size in sizes)
-    are_in_128 = name in ("w4", "w3", "w2", "w4a4")
+    are_in_128 = name in ("w4", "w3", "w2", "w4a4", "w4a4_rotated")
     assert ("groups of the recipe do not divide model.layers.*" in said) is are_in_128
     assert ("the group size is 64 there" in said) is are_in_128
 

@@ -60,6 +60,7 @@ def advice(name, algorithms=(), **facts):
         ("uint4_wo_128", {}, ["--recipe w4", "uint4_wo_32"], [" int4_wo_32"]),
         ("int4_wo_32", {}, ["search", "int8_wo", "exclude"], ["int4_wo_32"]),
         ("mxfp4", {}, ["--recipe mxfp4", "ptpc_fp8"], ["nvfp4", "search", "int8"]),
+        ("mxfp4", {"algorithms": ["smooth", "rotation", "yaqa"]}, ["ptpc_fp8"], ["recipe"]),
         ("nvfp4", {}, ["--recipe nvfp4"], ["mxfp4"]),
         ("int6_wo_32", {}, ["search", "exclude"], ["recipe", "qronos"]),
         ("amdfp4", {}, ["--recipe mxfp4"], ["qronos"]),

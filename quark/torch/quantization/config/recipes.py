@@ -18,8 +18,9 @@ _BLOCKS = {
 }
 _R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 
-# Name -> (scheme, options of algorithms in order). Reasons: docs/mixed-precision.md. A check fails
-# if benchmarks/three_texts.json has a better row.
+# Name -> (scheme, options of algorithms in order). A client must rotate inputs to run what a recipe
+# made whose name ends in "_rotated". Reasons: docs/mixed-precision.md. A check fails if
+# benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", ()),
     "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
@@ -27,9 +28,11 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
     "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
-    "w4a4": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
+    "w4a4": ("int4_wa_signed_128", (_AWQ, _YAQA)),
+    "w4a4_rotated": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
     "fp8": ("ptpc_fp8", ()),
-    "mxfp4": ("mxfp4", (_SMOOTH, _BLOCKS, _YAQA)),
+    "mxfp4": ("mxfp4", (_AWQ, _YAQA)),
+    "mxfp4_rotated": ("mxfp4", (_SMOOTH, _BLOCKS, _YAQA)),
     "nvfp4": ("nvfp4", (_AWQ, _YAQA)),
 }
 

@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from typer import BadParameter
 
 from quark.cli import models
+from quark.torch import ModelQuantizer
 from quark.torch.distillation import DistillationOptions, distill
+from quark.torch.pipeline.batches import split_sequences
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.template import LLMTemplate
@@ -232,9 +234,26 @@ def test_finish(quantize, monkeypatch):
     assert all("norm" in n for n in after if n.endswith("weight") and before[n].ne(after[n]).any())
 
 
+def test_algorithms_do_not_see_the_text_that_judges_a_finish(quantize, monkeypatch):
+    seen, few = [], partial(distill, options=DistillationOptions(steps=1))
+    monkeypatch.setattr("quark.torch.distillation.distill", few)
+    plain = ModelQuantizer.quantize_model
+
+    def record(self, model, batches, *rest):
+        seen.extend(split_sequences(batches))
+        return plain(self, model, batches, *rest)
+
+    monkeypatch.setattr(ModelQuantizer, "quantize_model", record)
+    flags = ["--quant_scheme", "int3_wo_32", "--quant_algo", "gptq", "--num_calib_data", 16]
+    _, said = quantize(*flags, "--seq_len", 32, "--json", "--finish", "distill")
+    assert len(seen) == 14  # an eighth is kept back
+    assert json.loads(said[said.index("{") :])["finish"]["steps"] == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--num_calib_data", "1"], "one sequence trains and another one judges"),
         (["--max_memory", "1GB"], "gradients need the whole model"),
         (["--statistics", "x"], "statistics have no text"),
         (["--quant_flow", "file2file", "--skip_evaluation"], "--finish needs the model in memory"),
