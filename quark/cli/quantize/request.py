@@ -306,10 +306,8 @@ def _check_finish(request: Request) -> None:
     if request.statistics is not None:
         raise wrong("--finish", "statistics have no text to train on. Leave --statistics out.")
     if request.num_calib_data < 2:
-        raise wrong(
-            "--finish",
-            "one sequence trains and another one judges. Give --num_calib_data 2 or more.",
-        )
+        why = "one sequence trains and another one judges. Give --num_calib_data 2 or more."
+        raise wrong("--finish", why)
 
 
 def _check_reload(request: Request) -> None:
