@@ -14,8 +14,8 @@ HELP = """
 List the recipes of [cyan]quark quantize --recipe[/cyan].
 
 A recipe is a scheme with the algorithms that work best with it, in their
-order. One whose name ends in _rotated rotates inputs at run time: this
-package does so, and vLLM with the layout compressed-tensors.
+order. One whose name ends in _rotated needs a client that rotates inputs:
+this package, or vLLM with the layout compressed-tensors.
 
 [bold]Examples[/bold]
 

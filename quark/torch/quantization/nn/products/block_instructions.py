@@ -1,7 +1,7 @@
 """Instructions of LLVM on blocks of inputs, for the kernels that quantize these.
 
 Each operation is the one of ``numerics`` (``exponents``, ``rounding``, ``qdq``), in float32, so
-results have the same bits.
+results have the same bits. Numba keeps the machine code of kernels until their own files change.
 """
 
 from __future__ import annotations
