@@ -1,4 +1,4 @@
-"""What comes before the algorithm that rounds, by name, and options of algorithms as text."""
+"""Algorithms that prepare a model for rounding, by name, and options of algorithms as text."""
 
 from __future__ import annotations
 
