@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from quark.torch.distillation_files import FinishFiles, Progress
+from quark.torch.distillation_files import FinishFiles, Progress, State
 from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, split_sequences
@@ -129,7 +129,12 @@ def distill(
     teaching, judging = split_kept_back(batches, options)
     files = None if journal is None else _open_files(journal, options, [*teaching, *judging])
     run = _Run(model, original.eval(), trained, options)
-    progress = (files and files.read(run)) or _first_progress(run, judging)
+    found = None if files is None else files.read()
+    if found is None:
+        progress = _first_progress(run, judging)
+    else:
+        progress, state = found
+        run.restore(progress.step, state)
     progress = _train(run, progress, teaching, judging, files)
     trained.restore(progress.state)
     if progress.best_step:
@@ -201,7 +206,7 @@ def _train(
         with torch.no_grad():
             progress = progress.after(step, run.measure(judging), run.trained)
         if files is not None:
-            files.write(progress, run)
+            files.write(progress, run.state())
     return progress
 
 
@@ -279,7 +284,7 @@ class _Run:
         rate = options.learning_rate
         self._optimizer = torch.optim.Adam(trained.parameters.values(), lr=rate)
 
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+    def state(self) -> State:
         """Return parameters, and what Adam keeps of their gradients, by name."""
         parameters, kept = self.trained.parameters, self._optimizer.state
         return {
@@ -288,17 +293,11 @@ class _Run:
             "square": {name: kept[p]["exp_avg_sq"] for name, p in parameters.items()},
         }
 
-    def restore(
-        self,
-        step: int,
-        values: Mapping[str, torch.Tensor],
-        means: Mapping[str, torch.Tensor],
-        squares: Mapping[str, torch.Tensor],
-    ) -> None:
+    def restore(self, step: int, state: State) -> None:
         """Set what ``state`` has returned after a step."""
-        self.trained.restore(values)
+        self.trained.restore(state["parameter"])
         for name, parameter in self.trained.parameters.items():
-            moments = {"exp_avg": means[name], "exp_avg_sq": squares[name]}
+            moments = {"exp_avg": state["mean"][name], "exp_avg_sq": state["square"][name]}
             moved = {key: value.to(parameter.device) for key, value in moments.items()}
             self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moved}
 

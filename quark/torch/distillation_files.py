@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from quark.torch.pipeline.journal import Journal
 from quark.torch.trained_parameters import TrainedParameters
 
-Tensors = dict[str, torch.Tensor]
-
-
-class Resumable(Protocol):
-    """Training whose state can be set."""
-
-    def state(self) -> dict[str, Tensors]:
-        """Return parameters, and what the optimizer keeps of them, by name."""
-
-    def restore(
-        self,
-        step: int,
-        values: Mapping[str, torch.Tensor],
-        means: Mapping[str, torch.Tensor],
-        squares: Mapping[str, torch.Tensor],
-    ) -> None:
-        """Set what ``state`` has returned after a step."""
+State = dict[str, dict[str, torch.Tensor]]
 
 
 class Progress(NamedTuple):
@@ -76,25 +59,25 @@ class FinishFiles:
                     "--restart, or Journal(directory, restart=True)."
                 )
 
-    def read(self, run: Resumable) -> Progress | None:
-        """Return the progress of the last file, and set parameters and moments; None without."""
+    def read(self) -> tuple[Progress, State] | None:
+        """Return the progress of the last file, and the state of training then; None without."""
         if not self._files.entries:
             return None
         step = max(self._files.entries, key=int)
         entry = self._files.entries[step]
-        parts: dict[str, dict[str, torch.Tensor]] = {}
+        parts: State = {}
         for key, value in entry.tensors().items():
             part, _, name = key.partition("/")
             parts.setdefault(part, {})[name] = value
-        run.restore(int(step), *(parts[part] for part in ("parameter", "mean", "square")))
-        first, best = parts["figures"]["first"], parts["figures"]["best"]
-        return Progress(int(step), entry.notes["best step"], first, best, parts["best"])
+        figures, best = parts.pop("figures"), parts.pop("best")
+        numbers = int(step), entry.notes["best step"]
+        return Progress(*numbers, figures["first"], figures["best"], best), parts
 
-    def write(self, progress: Progress, run: Resumable) -> None:
-        """Write the progress, in place of what was written before."""
+    def write(self, progress: Progress, state: State) -> None:
+        """Write the progress and the state of training, in place of what was written before."""
         earlier = list(self._files.entries)
         parts = {
-            **run.state(),
+            **state,
             "best": progress.state,
             "figures": {"first": progress.first, "best": progress.best},
         }

@@ -14,6 +14,7 @@ import numpy as np
 from quark.torch.numerics.native.compilation import Operand, has_feature
 
 LANES = 16  # elements of a vector: one register of AVX-512, two of AVX2
+HALF = LANES // 2  # elements of half a vector
 FEATURE, WIDE = "avx2", "avx512f"  # the extension that kernels need; the one with whole vectors
 BFLOAT16 = "avx512bf16"  # the extension that rounds to bfloat16
 SUM_FLAGS = ("reassoc", "contract", "nsz")  # sums may be added in any order

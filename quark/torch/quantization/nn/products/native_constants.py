@@ -10,9 +10,8 @@ import torch
 
 from quark.torch.numerics.formats import Format, TableFormat
 from quark.torch.numerics.native.compilation import has_feature
-from quark.torch.numerics.native.vectors import FEATURE, LANES
+from quark.torch.numerics.native.vectors import FEATURE, HALF, LANES
 from quark.torch.quantization.nn.products.arrangement import Parts
-from quark.torch.quantization.nn.products.native_vectors import HALF
 from quark.torch.quantization.nn.products.panels import HALF_BITS, HALF_EXPONENT, Panels
 
 
@@ -101,7 +100,7 @@ def _shifts(fmt: Format) -> tuple[int, int]:
 
 
 def _value_table(fmt: Format) -> Any:
-    """Return what scales multiply for each of 16 stored codes, float32."""
+    """Return the values of 16 stored codes before scales multiply them, float32."""
     if isinstance(fmt, TableFormat):
         return np.resize(np.array(fmt.values, dtype=np.float32), LANES)
     (top, down), codes = _shifts(fmt), np.arange(LANES) % (1 << fmt.bits)

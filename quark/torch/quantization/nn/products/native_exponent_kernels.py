@@ -15,11 +15,10 @@ from quark.torch.numerics.native.compilation import (
     native_array_instruction,
     native_function,
 )
-from quark.torch.numerics.native.vectors import LANES
+from quark.torch.numerics.native.vectors import HALF, LANES
 from quark.torch.quantization.nn.products.block_instructions import Blocks
 
 Array = Any
-HALF = LANES // 2  # elements of a block of BFP16
 _LOWEST = -149  # exponent of the smallest float32
 
 
@@ -57,7 +56,10 @@ class _Exponents:
         return builder.sub(builder.sub(top, is_less), self.below)
 
     def block(self, bits: Any) -> Any:
-        """Return those of ``block_exponent``."""
+        """Return those of ``block_exponent``.
+
+        Codes reach one step farther below zero than above, so no negative value is beyond them.
+        """
         blocks, vectors, builder = self.blocks, self.blocks.vectors, self.blocks.builder
         top = vectors.spread(vectors.largest(self.of_bits(bits)))
         step = builder.sub(top, self.below)
@@ -107,7 +109,7 @@ def _round_blocks(lanes: int, steps: Callable[[_Exponents, Any], Any]) -> ArrayI
 
 
 _round_micro_blocks = _round_blocks(LANES, _Exponents.micro)
-_round_float_blocks = _round_blocks(HALF, _Exponents.block)
+_round_float_blocks = _round_blocks(HALF, _Exponents.block)  # 8 elements, as BFP16 has them
 
 
 @native_function

@@ -21,7 +21,7 @@ from quark.torch.numerics.enumerations import RoundType
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.native.compilation import LEAST_ELEMENTS, array, can_run, run_rows
-from quark.torch.numerics.native.vectors import LANES
+from quark.torch.numerics.native.vectors import HALF, LANES
 from quark.torch.numerics.scales import largest_exponent, largest_value
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products.compiled_inputs import (
@@ -31,7 +31,6 @@ from quark.torch.quantization.nn.products.compiled_inputs import (
     sample_inputs,
 )
 from quark.torch.quantization.nn.products.native_exponent_kernels import (
-    HALF,
     fake_quantize_float_rows,
     fake_quantize_micro_rows,
 )

@@ -18,7 +18,7 @@ from quark.torch.numerics.native.compilation import (
     native_by_type,
     native_function,
 )
-from quark.torch.numerics.native.vectors import LANES
+from quark.torch.numerics.native.vectors import HALF, LANES
 from quark.torch.quantization.nn.products.native_kernels import half_value
 from quark.torch.quantization.nn.products.row_instructions import (
     BLOCK,
@@ -29,7 +29,6 @@ from quark.torch.quantization.nn.products.row_instructions import (
 )
 
 Array = Any
-HALF = LANES // 2  # codes of half a vector, which may have their own scale
 _VALUES = 1 << 17  # values of rows that are decoded together: half a megabyte
 _RUN = 256  # inputs of a sum in registers: longer sums round more
 
