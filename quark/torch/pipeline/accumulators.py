@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quark.torch.pipeline.half_products import multiplies_halves, product
 from quark.torch.pipeline.processes import State
 
 PANEL = 256  # channels of the parts of a sum of x xᵀ
@@ -107,13 +108,13 @@ class Gram:
         """Observe (tokens, channels) or (groups, tokens, channels)."""
         if not x.numel():
             return
-        x = x if x.dtype is torch.float64 else x.float()
+        dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
         *groups, tokens, channels = x.shape
         if self._total is None or self._magnitude is None:
-            self._total = x.new_zeros(*groups, channels, channels)
-            self._magnitude = x.new_zeros(*groups, channels)
-        _add_gram_(self._total, x)
-        self._magnitude += x.abs().sum(-2)
+            self._total = x.new_zeros(*groups, channels, channels, dtype=dtype)
+            self._magnitude = x.new_zeros(*groups, channels, dtype=dtype)
+        self._magnitude += x.abs().sum(-2, dtype=dtype)
+        _add_gram_(self._total, x if multiplies_halves(x) else x.to(dtype))
         self.tokens += tokens
 
     @property
@@ -200,8 +201,13 @@ class Sum:
 
 
 def _add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Add aᵀ b to a sum, for each group where there are several."""
-    if total.dim() == 2:
+    """Add aᵀ b to a sum, for each group where there are several.
+
+    Products of half types are those of ``half_products``.
+    """
+    if a.dtype != total.dtype:
+        total += product(a, b)
+    elif total.dim() == 2:
         total.addmm_(a.T, b)
     else:
         total.baddbmm_(a.mT, b)
