@@ -111,25 +111,24 @@ def _is_served(rounding: ColumnRounder) -> bool:
 
 
 def _by_kernel(columns: Columns, rounding: ColumnRounder, multiple: int) -> Leaf:
-    remaining, rounded, errors, factor, order, current = columns
-    given = remaining if current is None else current
-    fused = remaining.shape[1] // multiple * multiple
-    fmt, (scale, inverse, zeros) = rounding.scheme.fmt, rounding.factors
-    zero_points = None if zeros is None else array(zeros)
+    # Leaves have few columns and there are many of them, so tensors become arrays only once.
+    given = columns.remaining if columns.current is None else columns.current
+    values = [array(x) for x in (columns.remaining, given, columns.rounded, columns.errors)]
+    factor, order = array(columns.factor), array(columns.order)
+    fused = columns.remaining.shape[1] // multiple * multiple
+    fmt, factors = rounding.scheme.fmt, rounding.factors
+    scale, inverse, zeros = (None if x is None else array(x) for x in factors)
+    constants = float_constants(fmt) if fmt.is_float else (float(fmt.qmin), float(fmt.qmax))
+    adds_first = rounding.scheme.float_zero_point
 
     def round_leaf(start: int, end: int) -> None:
         leaf = slice(start, end)
-        own = [array(x[leaf]) for x in (remaining, given, rounded, errors)]
-        own.append(array(factor[leaf, leaf].contiguous()))
-        indices = array(order[leaf])
+        own = [x[leaf] for x in values] + [factor[leaf, leaf].copy()]
         if fmt.is_float:
-            constants = *float_constants(fmt), fused
-            round_columns_to_floats(*own, array(scale), indices, *constants)
-            return
-        factors = array(scale), array(inverse), zero_points
-        bounds = float(fmt.qmin), float(fmt.qmax)
-        adds_first = rounding.scheme.float_zero_point
-        round_columns_to_integers(*own, *factors, indices, *bounds, adds_first, fused)
+            round_columns_to_floats(*own, scale, order[leaf], *constants, fused)
+        else:
+            by = scale, inverse, zeros
+            round_columns_to_integers(*own, *by, order[leaf], *constants, adds_first, fused)
 
     return round_leaf
 

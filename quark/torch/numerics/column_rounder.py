@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -50,7 +51,11 @@ class ColumnRounder:
 
     def __init__(self, factors: Factors, scheme: Scheme) -> None:
         self.factors, self.scheme = factors, scheme
-        self._columns = factors.split_columns()
+
+    @cached_property
+    def _columns(self) -> list[Factors]:
+        """Factors of each column; kernels do not need them."""
+        return self.factors.split_columns()
 
     @classmethod
     def from_scale(

@@ -79,11 +79,16 @@ def problem(rows, name="int4_wo_32", **changed):
     return weight, factor, torch.randperm(INPUTS, generator=random), rounding
 
 
+def unrounded(values, factor, order):
+    results = torch.empty_like(values), torch.empty_like(values)
+    return leaf_rounding.Columns(values, *results, factor, order)
+
+
 def solved(given, monkeypatch, kernel):
     """The bits of the rounded weight and of the errors, by a kernel that is not refused, or not."""
     monkeypatch.setenv(compilation.SWITCH, "auto" if kernel else "torch")
     weight, factor, order, rounding = given
-    columns = leaf_rounding.Columns(weight.T.contiguous(), None, None, factor, order)
+    columns = unrounded(weight.T.contiguous(), factor, order)
     assert (leaf_rounding._kernel(columns, rounding) is not None) == kernel
     return torch.stack(round_columns(*given)).view(torch.int32)
 
@@ -120,7 +125,7 @@ def test_the_bits_of_a_sweep_are_those_of_torch(rows, name, monkeypatch):
 
 def test_few_rows_take_the_kernel_once_numba_is_in_memory(monkeypatch):
     _, factor, order, rounding = problem(32)
-    columns = leaf_rounding.Columns(torch.ones(INPUTS, 32), None, None, factor, order)
+    columns = unrounded(torch.ones(INPUTS, 32), factor, order)
     monkeypatch.setattr(compilation, "LEAST_ELEMENTS", INPUTS * 32 + 1)
     monkeypatch.setattr(leaf_rounding, "_LEAST_IN_MEMORY", INPUTS * 32)
     assert leaf_rounding._kernel(columns, rounding) is not None
@@ -162,7 +167,7 @@ def test_zeros_keep_their_sign_where_a_zero_point_with_a_fraction_is_zero(monkey
 )
 def test_other_roundings_are_left_to_torch(changed):
     weight, factor, order, rounding = problem(64)
-    columns = leaf_rounding.Columns(weight.T.contiguous(), None, None, factor, order)
+    columns = unrounded(weight.T.contiguous(), factor, order)
     assert leaf_rounding._kernel(columns, rounding) is not None
     other = ColumnRounder(rounding.factors, replace(rounding.scheme, **changed))
     assert leaf_rounding._kernel(columns, other) is None
