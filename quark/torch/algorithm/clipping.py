@@ -126,6 +126,7 @@ def _with_best_factors(
             fake_quantize_,
             quantizer.scheme,
             moves_ends,
+            isinstance(quantizer.observer, MinMaxObserver),
         )
     return layer.from_matrix(result)
 
@@ -152,6 +153,7 @@ def _scale_ranges(
     fake_quantize_: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
     scheme: Scheme,
     moves_ends: bool = False,
+    sees_ends: bool = False,
 ) -> torch.Tensor:
     """Return rows of a weight, (rows, inputs), with the best range of each group.
 
@@ -168,6 +170,7 @@ def _scale_ranges(
             other, keep their ranges if the best factors of all are worse together.
         moves_ends: Whether the ends of the best range are then moved by themselves; see
             ``_move_ends``.
+        sees_ends: Whether scales depend on the ends of a range alone.
     """
     groups = rows.reshape(len(rows), -1, width)  # (rows, groups, width)
     low, high = _ends(groups, scheme)
@@ -200,7 +203,7 @@ def _scale_ranges(
         best = best.where(_sums(gain, scheme.scale.span) > 0, 1)
     ranges = scale(best)
     if moves_ends:
-        ranges = _move_ends(groups, ranges, lowest, error)
+        ranges = _move_ends(groups, ranges, lowest, error, sees_ends)
     return ranges.flatten(1)
 
 
@@ -229,6 +232,7 @@ def _move_ends(
     ranges: torch.Tensor,
     lowest: torch.Tensor,
     error: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    sees_ends: bool,
 ) -> torch.Tensor:
     """Return ranges whose ends lie where each group is rounded best, one end after the other.
 
@@ -240,6 +244,7 @@ def _move_ends(
         ranges: Values with the ranges to begin with, in the same shape.
         lowest: Errors under these, (rows, groups, 1).
         error: Returns the errors of groups under ranges; may overwrite its first argument.
+        sees_ends: Whether errors depend on the ends of the ranges alone.
     """
     # Example at 2 bits, codes 0 … 3: a group from -1 to 1.4 has the scale 0.8 and the zero point 1,
     # so its grid is -0.8, 0, 0.8, 1.6. Ends of -0.7 and 1.4 give the grid -0.7, 0, 0.7, 1.4.
@@ -250,12 +255,20 @@ def _move_ends(
         moved = torch.where(groups >= outer[1], high, groups)
         return torch.where(groups <= outer[0], low, moved).clamp_(low, high)
 
+    shown = torch.zeros_like(groups)
+
+    def values_with(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        if not sees_ends or groups.shape[-1] == 1:
+            return between(low, high)
+        shown[..., :1], shown[..., 1:2] = low, high
+        return shown
+
     for side in [0, 1] * ROUNDS:
         best = ends[side]
         for factor in ENDS:
             tried = [*ends]
             tried[side] = factor * outer[side]
-            loss = error(groups.clone(), between(*tried))
+            loss = error(groups.clone(), values_with(*tried))
             better = loss < lowest
             lowest = torch.where(better, loss, lowest)
             best = torch.where(better, tried[side], best)
