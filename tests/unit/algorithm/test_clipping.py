@@ -1,6 +1,7 @@
 """Clipped weights, against an exhaustive search and against the data itself."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -158,6 +159,26 @@ def test_the_kernel_of_inputs_gives_the_same_bits(name, monkeypatch):
     monkeypatch.setattr(clipping, "fake_quantize", lambda *args: None)
     assert torch.equal(clip_weight(layer, x.T @ x), clipped)
     assert torch.equal(weight_with_best_ranges(layer, x.T @ x), ranges)
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0, -30.0], ids=str)
+@pytest.mark.parametrize("width", [16, 128])
+def test_the_ends_of_a_range_say_as_much_as_its_values(width, shift, monkeypatch):
+    """Also where all values of a group have one sign."""
+    layer, x = made(scheme("w_int2_per_group_asym", width), outputs=64)
+    with torch.no_grad():
+        layer.weight[::2] += shift
+    move_ends, taken = clipping._move_ends, []
+
+    def moved(*args, by_values=False):
+        taken.append(args[-1])
+        return move_ends(*args[:-1], args[-1] and not by_values)
+
+    monkeypatch.setattr(clipping, "_move_ends", moved)
+    ranges = weight_with_best_ranges(layer, x.T @ x)
+    monkeypatch.setattr(clipping, "_move_ends", partial(moved, by_values=True))
+    assert torch.equal(weight_with_best_ranges(layer, x.T @ x), ranges)
+    assert taken == [True, True]
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
