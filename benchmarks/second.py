@@ -6,8 +6,7 @@ It has what the model of the package lacks: layer norms and biases, learned posi
 with inputs along axis 0, query, key and value in one layer, and a head tied to the embedding. It
 learns the predictions of the model of the package (Hinton et al. 2015, section 2), whose tokenizer
 it shares, on the docstrings that are not held out; the matrices by Muon (Jordan et al. 2024), under
-which they learned much faster than under AdamW. Muon multiplies in bfloat16: on a processor without
-instructions for it the training takes hours. What it has learned is kept in ``build/models``.
+which they learned much faster than under AdamW. What it has learned is kept in ``build/models``.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch.nn import functional
 
 from quark.demo.text import evaluation_documents, model_directory, training_documents
 from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.graph.float_products import float_products
 from quark.torch.quantization.nn.products.fast_type import multiplied_type
 
 STEPS, TOKENS = 1000, 1024  # tokens in each step
@@ -77,7 +77,8 @@ def train() -> tuple[Any, Any]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, rate in optimizers:
             optimizer.param_groups[0]["lr"] = rate * min(1.0, done / WARMUP, 1.0 - done)
-            optimizer.step()
+            with float_products():
+                optimizer.step()
     return model.eval(), tokenizer
 
 

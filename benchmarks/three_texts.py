@@ -14,6 +14,7 @@
     python benchmarks/three_texts.py --algorithms gptq:choose_damping:random_tokens=0.25
     python benchmarks/three_texts.py --rows mxfp4 --before smoothed:random_tokens=0.5
     python benchmarks/three_texts.py --rows w_int2_per_group_asym --algorithms yaqa --finish 40
+    python benchmarks/three_texts.py --sampled 8       # and text that the model writes itself
     python benchmarks/three_texts.py --kept            # the tables of three_texts.json
 
 Every row is calibrated on English docstrings and evaluated on the texts of ``texts.py``. *KL* is in
@@ -53,6 +54,7 @@ from quark.demo.text import model_directory, training_documents
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.distillation import DistillationOptions, distill, split_kept_back
 from quark.torch.evaluation.perplexity import token_windows
+from quark.torch.evaluation.sampling import sample_sequences
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
 
@@ -114,6 +116,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--finish", type=int, default=0, help="steps of the distillation finish after algorithms"
     )
+    parser.add_argument(
+        "--sampled",
+        type=int,
+        default=0,
+        help="sequences that the model writes itself, beside the docstrings; none for --peer",
+    )
     parser.add_argument("--kept", action="store_true", help="measure nothing; print kept rows")
     return parser.parse_args()
 
@@ -147,10 +155,10 @@ def float_checkpoint() -> Path:
 class Bench:
     """A float model, its calibration data, the windows of each text and its predictions there."""
 
-    def __init__(self, name: str, part: int) -> None:
+    def __init__(self, name: str, part: int, sampled: int = 0) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        place, self.part = model_at(name), part
+        place, self.part, self.sampled = model_at(name), part, sampled
         self.tokenizer = tokenizer = AutoTokenizer.from_pretrained(place)
         self.model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
         calibration, evaluation = MODELS.get(name, MODELS["shipped"])
@@ -159,6 +167,9 @@ class Bench:
         self.data = list(windows.split(4))
         if name == "twin":
             plant_outliers(self.model, windows)
+        if sampled:
+            own = torch.cat([*sample_sequences(self.model, sampled, LENGTH)])
+            self.data += own.split(4)
         self.texts = {
             text: token_windows(documents, tokenizer, LENGTH, evaluation)
             for text, documents in evaluation_texts().items()
@@ -193,7 +204,7 @@ class Bench:
             for name, windows in self.texts.items()
         }
         row = {"scheme": scheme, "algorithms": algorithms, "seconds": meter.cpu, "texts": texts}
-        return row | self._where()
+        return row | self._where() | ({"sampled": self.sampled} if self.sampled else {})
 
     def _finished(self, config: Any, model: Any, steps: int) -> Any:
         """Return a model that is quantized with a part of the data, and then trained."""
@@ -237,6 +248,7 @@ def label(row: Row) -> str:
         shares = [f"{n.replace('_', ' ')} {options[n]:g}" for n in NUMBERS if n in options]
         words.append(" ".join([options["name"], *on, *shares, *steps, *blocks, *factors]))
     made = ", ".join(words) or NONE
+    made += f", {row['sampled']} sampled" if "sampled" in row else ""
     made = f"{row['software']}: {made}" if "software" in row else made
     return f"{made} (part {row['part']})" if "part" in row else made
 
@@ -284,7 +296,7 @@ def reference_of(row: Row, rows: list[Row]) -> Row:
         other
         for other in rows
         if "software" not in other
-        and all(other.get(key) == row.get(key) for key in ("scheme", "part"))
+        and all(other.get(key) == row.get(key) for key in ("scheme", "part", "sampled"))
     ]
     if "software" in row:
         return min(ours, key=mean_log, default=row)
@@ -317,7 +329,7 @@ def keep(name: str, bench: Bench, row: Row) -> None:
 
 def is_same(row: Row, other: Row) -> bool:
     """Return whether two rows quantize in the same way, on the same data."""
-    keys = ("software", "scheme", "algorithms", "part")
+    keys = ("software", "scheme", "algorithms", "part", "sampled")
     return all(row.get(key) == other.get(key) for key in keys)
 
 
@@ -340,7 +352,7 @@ def main() -> None:
                 show(name, model, chosen)
         return
     finish = [{"name": FINISH, "iters": options.finish}] if options.finish else []
-    bench, rows = Bench(options.model, options.part), []
+    bench, rows = Bench(options.model, options.part, options.sampled), []
 
     def add(row: Row) -> None:
         rows.append(row)

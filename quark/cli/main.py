@@ -24,6 +24,7 @@ from quark.cli import (
     process_group,
     recipes,
     report,
+    sample,
     schemes,
 )
 from quark.cli.compare import command as compare
@@ -156,6 +157,7 @@ def _program(context: typer.Context, version: Version = False) -> None:
 for command in (
     demo,
     quantize,
+    sample,
     collect,
     merge,
     search,

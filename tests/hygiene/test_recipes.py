@@ -24,7 +24,8 @@ def models(root):
 
 def key_of(row):
     """Who made a row and how, as text."""
-    return row.get("software", "") + json.dumps(row["algorithms"])
+    sampled = " and sampled text" if "sampled" in row else ""
+    return row.get("software", "") + json.dumps(row["algorithms"]) + sampled
 
 
 def is_ours(key):
@@ -67,9 +68,9 @@ def rotates_inputs(key):
     return '"r4": true' in key or '"online_config"' in key
 
 
-def has_finish(key):
-    """Whether a model was trained after all algorithms, which recipes leave to ``--finish``."""
-    return '"distill"' in key
+def takes_more(key):
+    """Whether a row has more than a recipe: training after all algorithms, or sampled text."""
+    return '"distill"' in key or key.endswith(" and sampled text")
 
 
 def better_rows(models, scheme, chosen):
@@ -89,7 +90,7 @@ def better_rows(models, scheme, chosen):
     deciding = of_chosen.get(REAL)
     compared = [deciding] if deciding is not None else list(of_chosen.values())
     others = sorted(set.intersection(*map(set, compared)) - {chosen}) if compared else []
-    others = [other for other in others if not has_finish(other)]
+    others = [other for other in others if not takes_more(other)]
     if not rotates_inputs(chosen):
         others = [other for other in others if not rotates_inputs(other)]
     return [other for other in others if advantage(compared, chosen, other) >= ERRORS]

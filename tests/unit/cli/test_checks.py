@@ -22,6 +22,7 @@ def damaged(model_dir, tmp_path):
 
 CALLS = {
     "quantize": ["--output_dir", "out", "--quant_scheme", "int8", "--model_dir"],
+    "sample": ["--output", "out.jsonl", "--model_dir"],
     "collect": ["--output_dir", "out", "--model_dir"],
     "search": ["--target_bits", "4", "--model_dir"],
     "evaluate": [],

@@ -9,6 +9,7 @@ TEXT = ["--num_calib_data", 2]
 # Verb -> a call, with CHECKPOINT for the model or checkpoint that it reads.
 CALLS = {
     "quantize": ["--model_dir", "CHECKPOINT", "--output_dir", "OUT", "--quant_scheme", "int8_wo"],
+    "sample": ["--model_dir", "CHECKPOINT", "--output", "out.jsonl", "--num_samples", 1],
     "collect": ["--model_dir", "CHECKPOINT", "--output_dir", "OUT", *TEXT],
     "search": ["--model_dir", "CHECKPOINT", "--target_bits", 6, "--output", "out.json"],
     "convert": ["CHECKPOINT", "OUT", "--to", "compressed-tensors"],

@@ -52,6 +52,7 @@ def models(tmp_path_factory):
         (["evaluate", "MODEL"], "'quark report' without --dataset measures"),
         (["compare", "MODEL", "OTHER"], "'quark report' without --dataset measures"),
         (["search", "--model_dir", "MODEL", *SEARCH], "'quark quantize' takes other data|Give "),
+        (["sample", "--model_dir", "MODEL", "--output", "x.jsonl"], "does not predict the next"),
     ],
 )
 def test_perplexity_is_refused(kind, call, advice, quark, models, tmp_path, monkeypatch):
