@@ -77,6 +77,9 @@ def has_quantizers(model):
 # Document -> whether its blocks did what they say.
 DONE = {
     "docs/algorithms.md": lambda names, folder: files(folder, "llama-merged llama-int4"),
+    "docs/calibration.md": lambda names, folder: (
+        len(names["sequences"]) == 8 and has_quantizers(names["model"])
+    ),
     "docs/checkpoint-format.md": lambda names, folder: names["config"].layer_quant_config,
     "docs/choosing-a-scheme.md": lambda names, folder: names["inputs"].scheme.four_over_six,
     "docs/command-line.md": lambda names, folder: len(read_contents(folder / "OUT").summary.layers),

@@ -47,10 +47,19 @@ BEFORE = {
 # Document -> files that its commands write.
 WRITTEN = {
     "docs/algorithms.md": ["AWQ", "INT8", "OUT"],
-    "docs/calibration.md": ["OWN", "MIXED"],
+    "docs/calibration.md": ["OWN", "MIXED", "sampled.jsonl", "SAMPLED"],
     "docs/checkpoint-format.md": ["deepseek-int4"],
     "docs/choosing-a-scheme.md": ["EIGHT", "FOUR"],
-    "docs/command-line.md": ["OUT", "SECOND", "FP8", "AWQ", "W4", "MIXED", "report.html"],
+    "docs/command-line.md": [
+        "OUT",
+        "SECOND",
+        "FP8",
+        "AWQ",
+        "W4",
+        "MIXED",
+        "sampled.jsonl",
+        "report.html",
+    ],
     "docs/experts.md": ["EXPERTS", "ALL"],
     "docs/graph-mode.md": ["OUT/net_quantized.pth", "ONNX/quark_model.onnx"],
     "docs/large-models.md": ["plan.json", "OUT"],
