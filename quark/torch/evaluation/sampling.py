@@ -19,7 +19,7 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.data_source import vocabulary_size
 from quark.torch.progress import show_progress
 
-BATCH = 8  # sequences that are written at a time
+BATCH = 16  # sequences that are written at a time
 SEEDS = 1 << 32  # different seeds of the random numbers of torch
 
 
