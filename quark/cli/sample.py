@@ -57,7 +57,9 @@ class SampleRequest(ModelFlags):
             "that is less).",
         ),
     ] = None
-    seed: Annotated[int, _text(metavar="N", min=0, max=2**32 - 1, help="Seed of the random numbers.")] = 0
+    seed: Annotated[
+        int, _text(metavar="N", min=0, max=2**32 - 1, help="Seed of the random numbers.")
+    ] = 0
     overwrite: Annotated[bool, _output(help="Replace an existing file after success.")] = False
     as_json: Json = False
     given: frozenset[str] = frozenset()

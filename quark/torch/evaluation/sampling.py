@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from quark.torch.evaluation.next_token import why_no_next_token
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.float_products import float_products
 from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.data_source import vocabulary_size
 from quark.torch.progress import show_progress
@@ -59,7 +61,7 @@ def sample_sequences(
     Raises:
         TypeError: See ``check_writes_text``.
         ValueError: Likewise; or the length or the seed is not in its range, or the model has no
-            vocabulary.
+            vocabulary; or predictions are not finite.
     """
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -72,7 +74,9 @@ def sample_sequences(
         )
     random = torch.Generator().manual_seed(seed)
     # Nothing but the length ends a sequence, and none has padding.
-    settings = GenerationConfig(max_new_tokens=length - 1, do_sample=False, pad_token_id=0)
+    settings = GenerationConfig(
+        max_new_tokens=length - 1, do_sample=False, pad_token_id=0, use_cache=True
+    )
     device = next(model.parameters()).device
     for start in show_progress(range(0, count, BATCH), "sampling text"):
         seeds = torch.randint(SEEDS, (min(BATCH, count - start),), generator=random).tolist()
@@ -80,7 +84,7 @@ def sample_sequences(
         first = [torch.randint(words, (1, 1), generator=draw) for draw in draws]
         tokens = torch.cat(first).to(device)
         drawing = LogitsProcessorList([_Draw(draws)])
-        with _plain_generation(model) as writer:
+        with eval_mode(model), float_products(), _plain_generation(model) as writer:
             written = writer.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
@@ -117,7 +121,9 @@ class _Draw:
         """Return logits that are finite for the drawn tokens only, (sequences, words)."""
         numbers = [torch.rand(1, generator=draw, dtype=torch.float64) for draw in self._draws]
         cumulative = logits.double().softmax(-1).cumsum(-1)
+        if not bool(cumulative[:, -1].isfinite().all()):
+            raise ValueError("the predictions of the model are not finite numbers.")
         at = torch.stack(numbers).to(logits.device) * cumulative[:, -1:]
-        # The last word with a probability is the last that is drawn.
+        # A number just below 1 may be rounded to the end of the last interval.
         drawn = torch.searchsorted(cumulative, at, right=True).clamp_(max=logits.shape[1] - 1)
         return torch.full_like(logits, -torch.inf).scatter_(1, drawn, 0.0)

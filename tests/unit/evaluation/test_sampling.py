@@ -88,6 +88,25 @@ def test_a_failure_leaves_the_settings():
     assert model.generation_config is settings
 
 
+def test_predictions_that_are_not_finite():
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        sampled(model, 1, 4)
+
+
+def test_dropout_does_not_count():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=16, n_head=2, n_layer=2)).eval()
+    plain = sampled(model, 4, 20)
+    model.train()
+    assert torch.equal(sampled(model, 4, 20), plain)
+    assert model.training and model.transformer.h[0].training and model.config.use_cache
+
+
 def test_models_that_write_no_text():
     import transformers
 
