@@ -72,9 +72,11 @@ class Task:
 
     def group_size(self, wanted: int) -> int:
         """Return a size of groups, halved until it divides the inputs of all layers."""
-        config = json.loads((self.folder / "config.json").read_text())
-        inputs = math.gcd(config["hidden_size"], config["intermediate_size"])
-        return math.gcd(inputs, wanted)
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.folder)
+        inner = getattr(config, "intermediate_size", 4 * config.hidden_size)  # as GPT-2 has
+        return math.gcd(config.hidden_size, inner, wanted)
 
     def samples(self) -> list[dict[str, list[int]]]:
         """Return the windows of calibration data as lists."""
