@@ -1,7 +1,7 @@
 """Text that a model writes itself, to calibrate it with.
 
 Each sequence begins with a random token and goes on with tokens drawn from the predictions of the
-model (LLM-QAT, Liu et al. 2023, section 2.2). So it has the languages and the kinds of text that
+model (LLM-QAT, Liu et al. 2023, arXiv 2305.17888). So it has the languages and kinds of text that
 the model was trained on, in about the shares that it would write them.
 """
 
