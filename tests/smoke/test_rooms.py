@@ -30,6 +30,7 @@ def test_every_verb(quark, model_dir, text, tmp_path, monkeypatch):
     calls = {
         "schemes": (),
         "recipes": (),
+        "sample": (*model, "--output", tmp_path / "own.jsonl", "--num_samples", 2, "--seq_len", 8),
         "collect": (*model, "--output_dir", statistics, *data, "--probes", 1),
         "merge": (statistics, "--output_dir", tmp_path / "merged"),
         "search": (

@@ -198,7 +198,7 @@ def mistake(quark, model_dir, tmp_path, monkeypatch):
         (["quark", "schemes", "--all"], "Give 'quark' once: quark schemes --all"),
         (["MODEL", "--quant_scheme", "fp8"], "Give a verb before it: quark inspect MODEL"),
         (["version"], "give quark --version"),
-        (["install"], "quark has no verb 'install'. Verbs: demo, quantize, collect"),
+        (["install"], "quark has no verb 'install'. Verbs: demo, quantize, sample, collect"),
         (["convert", "MODEL", "OUT", "--custom_mode", "awq"], "Give --to."),
         ([*FP8, "--data_type", "half"], "Give --data_type float16."),
         ([*FP8, "--data_type", "int8"], "Give --data_type auto: it is the type of the float model"),
