@@ -75,3 +75,12 @@ def test_devices_without_such_products():
     half_products._is_proved.cache_clear()
     assert not any(half_products.multiplies_halves(inputs(dtype)) for dtype in HALVES)
     assert not half_products.multiplies_halves(inputs(torch.float32))
+
+
+def test_versions_of_torch_without_such_products(monkeypatch):
+    def product(a, b):
+        raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
+
+    half_products._is_proved.cache_clear()
+    monkeypatch.setattr(half_products, "product", product)
+    assert not any(half_products.multiplies_halves(inputs(dtype)) for dtype in HALVES)
