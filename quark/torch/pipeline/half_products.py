@@ -45,8 +45,8 @@ def _is_proved(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         products = product(on_device, on_device), product(on_device[0], on_device[0])[None]
         errors = [(p.cpu() - expected[: len(p)]).abs().max() for p in products]
-    except (RuntimeError, TypeError) as error:  # CPUs and older devices refuse, and older torch
-        logger.debug("No products of %s in float32 on %s: %s", dtype, device, error)
+    except (RuntimeError, TypeError) as refusal:  # CPUs and older devices refuse, and older torch
+        logger.debug("No products of %s in float32 on %s: %s", dtype, device, refusal)
         return False
     error = float(torch.stack(errors).max() / expected.abs().max())
     if not error <= _TOLERANCE:
