@@ -1,9 +1,10 @@
-"""A finish after quantization: scales and norms train against the predictions of the float model.
+"""A finish after quantization: a few parameters train against the predictions of the float model.
 
-Codes stay. A weight is linear in its scales once the codes are fixed, so a scale s trains as the
-ratio r = s' / s: the weight is W r. Source: quantization-aware distillation (arXiv 2601.20088) for
-the loss, EfficientQAT (arXiv 2407.11062, section 3.3) for training scales under fixed codes. Text
-that is kept back decides which step is the best, and whether one is better than none.
+Codes stay; scales, norms and biases train. A weight is linear in its scales once the codes are
+fixed, so a scale s trains as the ratio r = s' / s: the weight is W r. Source: quantization-aware
+distillation (arXiv 2601.20088) for the loss, EfficientQAT (arXiv 2407.11062, section 3.3) for
+training scales under fixed codes. Text that is kept back decides which step is the best, and
+whether one is better than none.
 
 With a journal, each measurement leaves a file that training goes on from: parameters, both moments
 of Adam, the best parameters so far, and the figures of the sequences that are kept back.
@@ -43,8 +44,8 @@ class DistillationOptions:
     Attributes:
         steps: Largest number of steps.
         batch_size: Sequences of a step.
-        learning_rate: Learning rate of Adam, for ratios of scales and for norms alike. It falls to
-            zero along a half cosine.
+        learning_rate: Learning rate of Adam, for ratios of scales, norms and biases alike. It
+            falls to zero along a half cosine.
         kept_back: Share of the sequences that do not train, but decide when to stop.
         interval: Steps between two measurements on the sequences that are kept back.
         patience: Measurements without a better one after which training stops.
@@ -79,9 +80,10 @@ class Distillation:
         after: Likewise, after the best step; ``before`` if no step was better.
         change_error: Standard error of ``after - before``, paired over sequences; None of one.
         steps: Steps that ran.
-        best: The step whose scales and norms the model has; 0 if none was better.
+        best: The step whose parameters the model has; 0 if none was better.
         scales: Number of scales that trained.
         norms: Number of parameters of norms that trained.
+        biases: Number of biases of quantized layers that trained.
     """
 
     before: float
@@ -91,6 +93,7 @@ class Distillation:
     best: int
     scales: int
     norms: int
+    biases: int
 
 
 def distill(
@@ -100,12 +103,13 @@ def distill(
     options: DistillationOptions | None = None,
     journal: Journal | None = None,
 ) -> Distillation:
-    """Train the scales and the norms of a frozen model against the predictions of the original.
+    """Train some parameters of a frozen model against the predictions of the original.
 
     Scales train that may take any value and belong to one weight: those of integers and floats per
-    channel or per group, and the tensor scale of NVFP4. Powers of two (MX), scales in fp8 and in
-    super-blocks, scales that layers share, zero points and scales of activations stay. Codes of
-    weights do not change. The same data gives the same result.
+    channel or per group, and the tensor scale of NVFP4. So do norms, and biases of quantized layers
+    that are not quantized themselves. Codes of weights, powers of two (MX), scales in fp8 and in
+    super-blocks, scales that layers share, zero points and scales of activations stay. The same
+    data gives the same result.
 
     Args:
         model: A model in memory from ``ModelQuantizer.freeze``; it is changed in place.
@@ -125,7 +129,7 @@ def distill(
     _check(model, journal)
     trained = TrainedParameters(model)
     if not trained.parameters:
-        raise ValueError("distill: the model has neither scales that may train nor norms.")
+        raise ValueError("distill: the model has neither scales that may train, norms nor biases.")
     teaching, judging = split_kept_back(batches, options)
     files = None if journal is None else _open_files(journal, options, [*teaching, *judging])
     run = _Run(model, original.eval(), trained, options)
@@ -149,6 +153,7 @@ def distill(
         best=progress.best_step,
         scales=trained.count_scales(),
         norms=trained.count_norms(),
+        biases=trained.count_biases(),
     )
 
 

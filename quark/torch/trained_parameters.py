@@ -1,4 +1,6 @@
-"""The parameters of a quantized model that train while its codes stay: scales and norms.
+"""The parameters of a quantized model that train while its codes stay.
+
+They are scales, the parameters of norms, and the biases of quantized layers.
 
 A weight is linear in its scales once the codes are fixed, so a scale s trains as the ratio
 r = s' / s: the weight is W r.
@@ -24,8 +26,8 @@ class TrainedParameters:
     """The parameters that train, and the tensors of the model that they stand for.
 
     Attributes:
-        parameters: Ratios of scales by the name of the layer, and norms by the name of the
-            parameter; float32.
+        parameters: Ratios of scales by the name of the layer, and norms and biases by the name of
+            the parameter; float32.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,9 +40,11 @@ class TrainedParameters:
         }
         self._parts = {n: str(_part_of(_quantizer(x), shares)) for n, x in self._layers.items()}
         self._norms = dict(_norm_parameters(model))
+        self._biases = dict(_bias_parameters(model))
+        self._vectors = self._norms | self._biases
         self._scales = {n: self._scale(n).detach().clone() for n in self._layers}
         made = {n: torch.ones_like(s, dtype=torch.float32) for n, s in self._scales.items()}
-        made |= {n: p.detach().float().clone() for n, p in self._norms.items()}
+        made |= {n: p.detach().float().clone() for n, p in self._vectors.items()}
         self.parameters = {n: value.requires_grad_() for n, value in made.items()}
 
     def _scale(self, name: str) -> torch.Tensor:
@@ -52,7 +56,7 @@ class TrainedParameters:
         values = {
             f"{name}.weight": self._weight(name, layer) for name, layer in self._layers.items()
         }
-        return values | {n: self.parameters[n].to(p.dtype) for n, p in self._norms.items()}
+        return values | {n: self.parameters[n].to(p.dtype) for n, p in self._vectors.items()}
 
     def _weight(self, name: str, layer: FakeQuantizedLayer) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -86,12 +90,12 @@ class TrainedParameters:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Replace scales, weights and norms of the model. Codes stay."""
+        """Replace scales, weights, norms and biases of the model. Codes stay."""
         for name, layer in self._layers.items():
             state, quantizer = self._state(name), _quantizer(layer)
             layer.weight.data.copy_(state.value(layer.weight.dtype))
             quantizer.scale, quantizer.scale_2 = state.scale, state.scale_2
-        for name, parameter in self._norms.items():
+        for name, parameter in self._vectors.items():
             parameter.data.copy_(self.parameters[name])
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -111,6 +115,10 @@ class TrainedParameters:
     def count_norms(self) -> int:
         """Return the number of parameters of norms."""
         return sum(parameter.numel() for parameter in self._norms.values())
+
+    def count_biases(self) -> int:
+        """Return the number of biases of quantized layers."""
+        return sum(parameter.numel() for parameter in self._biases.values())
 
 
 def _quantizer(layer: FakeQuantizedLayer) -> TensorQuantizer:
@@ -148,3 +156,11 @@ def _norm_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.is_floating_point() and parameter.dim() == 1:
                 yield name, parameter
+
+
+def _bias_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Iterate over the biases of quantized layers that are not quantized themselves."""
+    for path, layer in quantized_layers(model):
+        bias = getattr(layer, "bias", None)
+        if isinstance(bias, nn.Parameter) and "bias" not in layer.parameter_quantizers():
+            yield f"{path}.bias", bias

@@ -10,7 +10,7 @@ from torch import nn
 from quark.torch import Journal, LLMTemplate, ModelExporter, ModelImporter, ModelQuantizer
 from quark.torch.distillation import DistillationOptions, _Run, copy_of, distill
 from quark.torch.pipeline.journal import PassFiles
-from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.config import Config, Int8PerTensorSpec
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.preparation import quantized_layers
 from tests.configurations import groups, preset
@@ -119,6 +119,31 @@ def test_scales_that_stay(name, pair):
     result = distill(model, original, BATCHES, FEW)
     assert result.scales == 0 and result.norms
     assert all(torch.equal(value, model.state_dict()[n]) for n, value in state.items())
+
+
+def test_biases_train_unless_they_are_quantized(pair):
+    """A GPT-2 has a bias in each layer; its codes stay."""
+    config = preset(scheme("mxfp4"))
+    model, original = pair(config, name="gpt2")
+    before = codes_of(model), bits(model)
+    result = distill(model, original, BATCHES, QUICK)
+    layers = dict(quantized_layers(model))
+    assert result.best and result.biases == sum(x.bias.numel() for x in layers.values())
+    assert result.after < result.before
+    assert all(not torch.equal(x.bias, before[1][f"{n}.bias"]) for n, x in layers.items())
+    codes = codes_of(model)
+    assert all(torch.equal(before[0][n], codes[n]) for n in codes)
+
+
+def test_quantized_biases_stay(pair):
+    bias = Int8PerTensorSpec().to_quantization_spec()
+    config = preset(replace(scheme("int4_wo_32"), bias=bias))
+    model, original = pair(config, name="gpt2")
+    before = bits(model)
+    result = distill(model, original, BATCHES, FEW)
+    assert result.best and result.biases == 0
+    names = [f"{n}.bias" for n, _ in quantized_layers(model)]
+    assert names and all(torch.equal(model.state_dict()[n], before[n]) for n in names)
 
 
 def test_padding_does_not_count(pair):
@@ -244,11 +269,11 @@ def test_models_that_are_refused(build, pair, tmp_path):
 
 
 class Plain(nn.Module):
-    """A model without norms and without logits."""
+    """A model without norms, biases and logits."""
 
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(32, 32)
+        self.layer = nn.Linear(32, 32, bias=False)
 
     def forward(self, x):
         return {"out": self.layer(x)}

@@ -1,8 +1,9 @@
 """Bias correction (Nagel et al. 2019, section 4.2): the mean error of the outputs leaves the bias.
 
 Rounding a weight W by D moves the mean of the outputs by E[D x], which is not zero: a few inputs
-meet each output of a depthwise convolution, and after ReLU all inputs are positive. So E[D x], the
-mean over the calibration data and all positions, is subtracted from the bias.
+meet each output of a depthwise convolution, and after ReLU all inputs are positive. Rounding the
+inputs by e moves it by E[W e]: small values after GELU have one sign, and become zero. So the mean
+of both over the calibration data and all positions is subtracted from the bias.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quark.torch.algorithm.layer_inputs import quantize_inputs_of
 from quark.torch.algorithm.layers import (
     check_weights_quantized,
     fake_quantized_weight,
@@ -149,7 +151,7 @@ def _layers_with_bias(context: Context) -> Layers:
 
 @contextmanager
 def _observe_errors(layers: Layers, errors: Mapping[str, MeanError]) -> Iterator[None]:
-    """Observe how the outputs of layers change by rounding while data runs inside the context."""
+    """Observe how rounding changes the outputs of layers while data runs inside the context."""
     changes: dict[str, torch.Tensor] = {}  # name of a layer -> rounded weight minus weight
 
     def watch(name: str) -> Callable[..., None]:
@@ -173,27 +175,37 @@ def _observe_errors(layers: Layers, errors: Mapping[str, MeanError]) -> Iterator
 def _output_change(
     layer: FakeQuantizedLayer, change: torch.Tensor, args: tuple[Any, ...]
 ) -> torch.Tensor:
-    """Return how a change of the weight changes the outputs, (outputs, tokens or positions).
+    """Return how rounding changes the outputs, (outputs, tokens or positions).
+
+    Args:
+        layer: The layer, whose weight is in float.
+        change: What rounding adds to its weight, in the shape of the weight.
+        args: Arguments of the layer.
 
     Raises:
         InfiniteInput: An input is NaN or infinite.
     """
-    x = layer.quantized_input(args[0].detach())
+    prepared = layer.prepared_input(args[0].detach())
+    with quantize_inputs_of([layer]):
+        rounded = layer.rounded_input(prepared)
     is_tokens = layer.is_linear
-    x = without_padding(x) if is_tokens else x
+    x = without_padding(rounded) if is_tokens else rounded
     if not is_finite(x):
         raise InfiniteInput(layer, x.dtype)
     zeros = torch.zeros_like(layer.bias, dtype=torch.float32)
     y = layer.product(x.float(), change, zeros, *args[1:])
+    if rounded is not prepared:
+        noise = x.float() - (without_padding(prepared) if is_tokens else prepared).float()
+        y = y + layer.product(noise, layer.weight.detach().float(), zeros, *args[1:])
     # The channels are the last axis of tokens; those of images, (batch,) channels, height, width.
     axis = -1 if is_tokens else 1 - change.dim()
     return y.movedim(axis, 0).flatten(1)
 
 
 def work(options: BiasCorrectionConfig, block: BlockShape, data: DataShape) -> Work:
-    """Return the work for a block: a pass with each product twice, and changes of weights."""
+    """Return the work for a block: a pass with each product three times, and changes of weights."""
     memory = FLOAT32 * block.elements + FLOAT64 * sum(x.outputs for x in block.layers)
-    return Work(memory, 2, 0.0, stores=3, reads=PASS_READS, runs_model=True)
+    return Work(memory, 3, 0.0, stores=3, reads=PASS_READS, runs_model=True)
 
 
 ALGORITHM = Algorithm(check, apply, work=work, resolve=resolve)

@@ -197,11 +197,13 @@ class _InputSums:
             no fold is held out.
         squares: Sum of x xᵀ over the inputs before they are quantized, for each fold.
         crosses: Sum of (r - x) xᵀ with these and the inputs r of the float model, for each fold.
+        noise: Sum of what rounding adds to the inputs.
     """
 
     def __init__(self) -> None:
         self.grams = Gram(), Gram()
         self.squares, self.crosses = (Sum(), Sum()), (Sum(), Sum())
+        self.noise = Sum()
 
     @property
     def is_empty(self) -> bool:
@@ -213,7 +215,7 @@ class _InputSums:
         first, second = self.grams
         held_out = None if first.is_empty else second.total
         first.merge(second)
-        first.held_out = held_out
+        first.held_out, first.noise = held_out, self.noise.total
         self.grams = first, Gram()
         return first
 
@@ -224,6 +226,11 @@ class _InputSums:
                 self.grams[number](part)
         else:
             self.grams[fold](x)
+
+    def add_noise(self, rows: InputRows) -> None:
+        """Add what rounding has added to an input."""
+        for x, before in zip(rows.pieces(), rows.before_rounding().pieces(), strict=True):
+            self.noise.add((x.float() - before.float()).sum(-2))
 
     def add_comparison(self, fold: int | None, r: torch.Tensor, x: torch.Tensor) -> None:
         """Add an input x and that of the float model, which is r, (..., tokens, inputs) each."""
@@ -243,7 +250,7 @@ class _InputSums:
         return [Comparison(s, c) for s, c in totals if s is not None and c is not None]
 
     def _sums(self) -> list[Sum]:
-        return [*self.squares, *self.crosses]
+        return [*self.squares, *self.crosses, self.noise]
 
     def merge(self, other: _InputSums) -> None:
         """Add other sums."""
@@ -320,6 +327,8 @@ class _InputObserver:
             fold = self._fold if self._hold_out and name not in self._routed else 0
             for x in rows.pieces():
                 sums[name].add(fold, self._weigh(name, x))
+            if rows.is_rounded and rows.layer.is_linear:
+                sums[name].add_noise(rows)
             # A layer may run several times in a pass: each run is compared with its own.
             if name not in self._routed and self._references.get(name):
                 references = self._references[name].pop(0).pieces()
@@ -343,7 +352,16 @@ def quantize_inputs(context: Context, block: str, enabled: bool = True) -> Itera
     Quantizers with static ranges stay off: these ranges are calibrated later.
     """
     inside = (m for name, m in context.layers.items() if is_inside(name, block))
-    quantizers = [q for m in inside if (q := m.input_quantizer) is not None and not q.needs_data]
+    with quantize_inputs_of(inside, enabled):
+        yield
+
+
+@contextmanager
+def quantize_inputs_of(
+    layers: Iterable[FakeQuantizedLayer], enabled: bool = True
+) -> Iterator[None]:
+    """Switch the quantization of the inputs of layers on or off; see ``quantize_inputs``."""
+    quantizers = [q for m in layers if (q := m.input_quantizer) is not None and not q.needs_data]
     before = [q.enabled for q in quantizers]
     for quantizer in quantizers:
         quantizer.enabled = enabled

@@ -25,6 +25,7 @@ from quark.torch.algorithm.layers import (
     write_weight_matrix_,
 )
 from quark.torch.algorithm.scale_refit import round_and_refit
+from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import resident
 from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.pipeline.accumulators import Gram
@@ -165,12 +166,16 @@ def pool_expert_statistics(stacks: Iterable[list[str]], grams: dict[str, Gram]) 
         if not tokens:
             continue
         pool = torch.stack([g.total for g in present if g.total is not None]).sum(0) / tokens
+        noises = [gram.noise for gram in present if gram.noise is not None]
+        noise = torch.stack(noises).sum(0) / tokens if noises else None
         weight = len(pool) / 4
         for name in names:
             gram = grams.get(name)
             if gram is None or gram.is_pooled:
                 continue
             gram.total = weight * pool + (0 if gram.total is None else gram.total)
+            if noise is not None:
+                gram.noise = weight * noise + (0 if gram.noise is None else gram.noise)
             gram.tokens += weight
             gram.is_pooled = True
 
@@ -203,7 +208,8 @@ def round_by_input(
         held_out, gram.held_out = gram.held_out, None
         tokens, hessian = max(gram.tokens, 1), gram.take_mean()
         held_out = None if held_out is None else held_out.div_(tokens)
-        round_layers(part, hessian, damping, by_magnitude, solver_of, refits, held_out)
+        noise = gram.mean_noise()
+        round_layers(part, hessian, damping, by_magnitude, solver_of, refits, held_out, noise)
 
     change_layers(layers, list(groups.values()), change)
 
@@ -229,6 +235,7 @@ def round_layers(
     solver_of: Callable[[str], Solver] = lambda name: solve_columns,
     refits: int = 0,
     held_out: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
 ) -> None:
     """Replace weights of layers by rounded values, and scales by those that fit these best.
 
@@ -243,6 +250,8 @@ def round_layers(
         refits: How many times to refit the scales to values of ``solve_columns`` before that.
         held_out: Share in the mean of one fold of the tokens; a stronger damping is chosen if that
             of the other fold rounds it better. None: ``damping`` is final.
+        noise: Mean of what rounding adds to the inputs, (inputs,). What it adds to the outputs
+            leaves the biases. None: biases stay.
     """
     if hessian is None:
         for name in layers:
@@ -277,9 +286,18 @@ def round_layers(
         attempt = partial(_round_groups, matrix, groups)
         attempts = [attempt] * refits + [partial(attempt, solve=solver_of(name))]
         rounded = round_and_refit(layer, matrix, hessian, attempts)
-        write_weight_matrix_(layer, rounded)
-        freeze(layer)
-        return_free_memory()
+        _finish_layer(layer, rounded, noise)
+
+
+def _finish_layer(
+    layer: FakeQuantizedLayer, rounded: torch.Tensor, noise: torch.Tensor | None
+) -> None:
+    """Write rounded values, take the mean of rounded inputs from the bias, and freeze both."""
+    write_weight_matrix_(layer, rounded)
+    if noise is not None and layer.bias is not None:
+        write_(layer.bias, layer.bias.detach().float() - rounded @ noise)
+    freeze(layer)
+    return_free_memory()
 
 
 def _choose_dampings(

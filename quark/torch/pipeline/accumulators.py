@@ -67,6 +67,8 @@ class Gram:
         tokens: Number of tokens.
         is_pooled: Whether the statistics of other experts were mixed in.
         held_out: Sum of x xᵀ over a part of the tokens, half of the data; None if unknown.
+        noise: Sum of what rounding has added to the inputs, (channels,); None if nothing, or
+            unknown.
     """
 
     def __init__(self) -> None:
@@ -75,6 +77,7 @@ class Gram:
         self.tokens = 0.0
         self.is_pooled = False
         self.held_out: torch.Tensor | None = None
+        self.noise: torch.Tensor | None = None
 
     @property
     def total(self) -> torch.Tensor | None:
@@ -94,6 +97,10 @@ class Gram:
         """Return the mean of x xᵀ in the memory of the sum, which is forgotten."""
         total, self._total = self.total, None
         return None if total is None else total.div_(max(self.tokens, 1))
+
+    def mean_noise(self) -> torch.Tensor | None:
+        """Return the mean of what rounding has added to the inputs, (channels,), or None."""
+        return None if self.noise is None else self.noise / max(self.tokens, 1)
 
     @property
     def magnitude(self) -> torch.Tensor | None:
@@ -173,6 +180,10 @@ class Sum:
     def is_empty(self) -> bool:
         """Whether nothing was added."""
         return self.total is None
+
+    def add(self, x: torch.Tensor) -> None:
+        """Add a tensor."""
+        self.total = x if self.total is None else self.total + x
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add aᵀ b, given (..., tokens, m) and (..., tokens, n)."""

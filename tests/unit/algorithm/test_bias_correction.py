@@ -1,6 +1,7 @@
 """Bias correction: outputs of each layer have the mean of the float layer."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,8 +27,9 @@ INT4 = Int4PerTensorSpec(
 CORRECTION = BiasCorrectionConfig()
 
 
-def quantize(model, data, *algorithms):
-    config = Config(QuantizationConfig(weight=INT4), algo_config=list(algorithms))
+def quantize(model, data, *algorithms, inputs=None):
+    layer = QuantizationConfig(weight=INT4, input_tensors=inputs)
+    config = Config(layer, algo_config=list(algorithms))
     return ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, data))
 
 
@@ -55,6 +57,21 @@ def test_means_of_outputs_are_those_of_the_float_layer(name):
     corrected = quantize(model, data, CORRECTION)
     assert not torch.equal(corrected[0].weight, weight)
     assert (plain - expected).abs().max() > 1e-3
+    torch.testing.assert_close(channel_means(corrected(x), axis), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution"])
+def test_the_mean_of_rounded_inputs_counts_too(name):
+    """Small positive values round to zero, so the mean of the outputs moves with them."""
+    layer, shape, axis = LAYERS[name]
+    model, x = nn.Sequential(deepcopy(layer)).eval(), torch.rand(shape) ** 4
+    expected = channel_means(model(x), axis)
+    inputs = replace(INT4, is_dynamic=True)
+    plain, corrected = (
+        quantize(deepcopy(model), [x], *algorithms, inputs=inputs)
+        for algorithms in ((), (CORRECTION,))
+    )
+    assert (channel_means(plain(x), axis) - expected).abs().max() > 5e-3
     torch.testing.assert_close(channel_means(corrected(x), axis), expected, rtol=0, atol=1e-5)
 
 

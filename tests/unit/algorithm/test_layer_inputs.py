@@ -9,6 +9,8 @@ from quark.torch.algorithm.layer_inputs import (
     split_by_input,
 )
 from quark.torch.pipeline.runner import run_blocks
+from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
 from tests.models.architectures import build, small_config, tokens
 from tests.unit.algorithm.contexts import context_of
 
@@ -82,6 +84,19 @@ def test_rounding_of_an_input_by_its_own_layer_is_not_compared():
     assert all(fold.cross.any() for fold in compared[later])
     square = sum(fold.square for fold in compared[name])
     assert not torch.allclose(grams[name].total, square, rtol=1e-4)  # of the rounded inputs
+
+
+def test_what_rounding_adds_to_inputs():
+    """The sum over all tokens of what the format does to them; nothing where inputs stay."""
+    batches = [tokens(40), tokens(60)]
+    grams, _ = first_block("mxfp4", batches)
+    name = next(n for n in grams if n.endswith("q_proj"))
+    model = build(small_config("llama"), torch.float32)
+    x = seen_by(model, [name], batches)[name]
+    spec = scheme("mxfp4").input_tensors
+    expected = (TensorQuantizer(spec).fake_quantize_copy(x) - x).sum(0)
+    torch.testing.assert_close(grams[name].noise, expected, rtol=1e-3, atol=1e-4)
+    assert all(gram.noise is None for gram in first_block("int4_wo_32", batches)[0].values())
 
 
 @pytest.mark.parametrize("shapes", [[40], [40, 60], [40, 60, 20, 30]])

@@ -126,6 +126,50 @@ def test_other_batches_lose_the_same(solver):
     assert cut == pytest.approx(whole, rel=0.03)
 
 
+@torch.no_grad()
+def seen_by(model, layers):
+    """The inputs of layers, before they are rounded, when a model runs on the data."""
+    seen = {}
+    handles = [
+        layer.register_forward_pre_hook(
+            lambda m, args, name=name: seen.update({name: args[0].flatten(0, -2).clone()})
+        )
+        for name, layer in layers.items()
+    ]
+    model(DATA)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "int4_wa_32"])
+@pytest.mark.parametrize("solver", ["gptq", "qronos", "yaqa", "in turn"])
+@pytest.mark.sampled(3)
+def test_biases_take_what_rounded_inputs_add_in_the_mean(name, solver):
+    """After GELU small values have one sign. Later layers of a block see other inputs in GPTQ."""
+    floats = varied("gpt2").state_dict()
+    model = quantized(varied("gpt2"), name, VARIANTS[solver]())
+    layers = {n: m for n, m in quantized_layers(model) if m.bias is not None}
+    if solver == "gptq":
+        layers = {n: m for n, m in layers.items() if n.endswith("h.0.attn.c_attn")}
+    assert layers
+    moved = 0.0
+    for path, x in seen_by(model, layers).items():
+        layer = layers[path]
+        noise = (layer.rounded_input(x) - x).mean(0)
+        change = layer.bias.detach() - floats[f"{path}.bias"]
+        torch.testing.assert_close(change, -noise @ layer.weight, rtol=1e-3, atol=1e-5)
+        moved = max(moved, float(change.abs().max()))
+    assert moved > 1e-4
+
+
+@pytest.mark.parametrize("solver", ["gptq", "qronos", "yaqa"])
+def test_biases_stay_where_inputs_stay(solver):
+    floats = varied("gpt2").state_dict()
+    found = quantized(varied("gpt2"), "int4_wo_32", VARIANTS[solver]()).state_dict()
+    assert all(torch.equal(found[n], x) for n, x in floats.items() if n.endswith("bias"))
+
+
 MASK = torch.arange(24) < torch.tensor([24, 5, 9, 24, 3, 24, 7, 24]).unsqueeze(1)
 CUTS = {  # eight sequences and more, in batches of so many
     "alike": lambda size: [*DATA[:8].split(size)],

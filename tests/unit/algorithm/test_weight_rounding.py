@@ -225,6 +225,17 @@ def test_biases_are_rounded_too():
     assert torch.equal(layer.bias, expected)
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D], ids=["rows", "transposed"])
+def test_the_mean_of_rounded_inputs_leaves_the_bias(kind):
+    spec, noise = scheme("int4_wo_32").weight, torch.linspace(-1, 2, INPUTS)
+    layer, gram = layer_of(spec, kind), gram_of(correlated())
+    before, gram.noise = layer.bias.detach().clone(), TOKENS * noise
+    round_by_input({"layer": layer}, {"layer": gram}, DAMPING, True)
+    assert torch.equal(rows_of(layer), rounded(layer_of(spec, kind), gram_of(correlated())))
+    torch.testing.assert_close(layer.bias.detach(), before - rows_of(layer) @ noise)
+    assert (layer.bias - before).abs().max() > 1
+
+
 def test_cutting_data_changes_nothing():
     x = correlated().double().mul(8).round().div(8).float()  # sums that are exact in any order
     cut = Gram()
@@ -258,6 +269,17 @@ def test_an_expert_that_saw_nothing_is_solved_for_by_the_others():
     before, x = rows_of(layer), correlated()
     nearest = layer.weight_quantizer.fake_quantize_copy(layer.weight.detach())
     assert loss(rounded(layer, gram) - before, x) < 0.6 * loss(nearest - before, x)
+
+
+def test_experts_share_the_mean_of_rounded_inputs():
+    many, few, none = gram_of(correlated(4096)), gram_of(correlated(4)), Gram()
+    many.noise, few.noise = torch.full((INPUTS,), 4096.0), torch.full((INPUTS,), -8.0)
+    pool_expert_statistics([["many", "few", "none"]], {"many": many, "few": few, "none": none})
+    pool = (4096 - 8) / 4100
+    tokens = INPUTS / 4
+    torch.testing.assert_close(none.mean_noise(), torch.full((INPUTS,), pool))
+    expected = (-8 + tokens * pool) / (4 + tokens)
+    torch.testing.assert_close(few.mean_noise(), torch.full((INPUTS,), expected))
 
 
 def test_statistics_that_experts_share_are_mixed_once():
