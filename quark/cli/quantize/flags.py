@@ -122,7 +122,7 @@ class AlgorithmFlags:
         Literal["distill"] | None,
         _algorithm(
             metavar="NAME",
-            help="Work after quantization: distill trains scales and norms against the "
+            help="Work after quantization: distill trains scales, norms and biases against the "
             "predictions of the original, on the calibration data.",
         ),
     ] = None
