@@ -158,12 +158,12 @@ def collect_input_statistics(
         The sums of x xᵀ over the inputs x of each layer; and, with two streams, the comparison
         with the inputs of the float model in each fold of the data that reached the layer: its
         leaves by turns, or the first and the second half of the tokens of a single batch. Layers
-        that share an input share these objects. Experts have no comparison, since a router may
+        that share an input, and round it alike, share these objects. Experts have no comparison, since a router may
         send them other tokens.
     """
     if context.grams is not None:
         return context.grams(layers), {}
-    first = first_readers(layers, context)
+    first = _first_alike(first_readers(layers, context), context)
     routed = {name for names in corresponding_experts(context.model) for name in names}
     names = list(dict.fromkeys(first.values()))
     reducer = Reducer(names, lambda leaf: _InputSums())
@@ -187,6 +187,20 @@ def collect_input_statistics(
     compared = {name: reducer.totals[name].comparisons() for name in names}
     comparisons = {name: compared[f] for name, f in first.items() if compared[f]}
     return {name: grams[f] for name, f in first.items()}, comparisons
+
+
+def _first_alike(first: Mapping[str, str], context: Context) -> dict[str, str]:
+    """Map each layer to the first one that reads the same tensor and rounds it alike."""
+    found: dict[str, list[str]] = {}
+    result = {}
+    for name, reader in first.items():
+        spec = context.layers[name].quant_config.input_tensors
+        others = found.setdefault(reader, [])
+        alike = (n for n in others if context.layers[n].quant_config.input_tensors == spec)
+        result[name] = next(alike, name)
+        if result[name] == name:
+            others.append(name)
+    return result
 
 
 class _InputSums:

@@ -163,6 +163,24 @@ def test_biases_take_what_rounded_inputs_add_in_the_mean(name, solver):
     assert moved > 1e-4
 
 
+@pytest.mark.parametrize("solver", ["gptq", "yaqa"])
+def test_layers_may_round_the_same_tensor_in_other_ways(solver):
+    """Queries read it as it is, and values as mxfp8: the noise of one is not that of others."""
+    floats = varied("opt").state_dict()
+    others = {"*q_proj": scheme("mxfp4_weight_only"), "*v_proj": scheme("w_mxfp4_a_mxfp8")}
+    model = quantized(varied("opt"), "mxfp4", VARIANTS[solver](), layer_quant_config=others)
+    layers = {
+        n: m for n, m in quantized_layers(model) if n.endswith(("k_proj", "q_proj", "v_proj"))
+    }
+    first = {n: m for n, m in layers.items() if ".0." in n}
+    for path, x in seen_by(model, first).items():
+        layer = first[path]
+        expected = -layer.weight @ (layer.rounded_input(x) - x).mean(0)
+        change = layer.bias.detach() - floats[f"{path}.bias"]
+        torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-5)
+        assert path.endswith("q_proj") != bool(change.abs().max() > 1e-5)
+
+
 @pytest.mark.parametrize("solver", ["gptq", "qronos", "yaqa"])
 def test_biases_stay_where_inputs_stay(solver):
     floats = varied("gpt2").state_dict()
