@@ -158,8 +158,8 @@ def collect_input_statistics(
         The sums of x xᵀ over the inputs x of each layer; and, with two streams, the comparison
         with the inputs of the float model in each fold of the data that reached the layer: its
         leaves by turns, or the first and the second half of the tokens of a single batch. Layers
-        that share an input, and round it alike, share these objects. Experts have no comparison, since a router may
-        send them other tokens.
+        that share an input, and round it alike, share these objects. Experts have no comparison,
+        since a router may send them other tokens.
     """
     if context.grams is not None:
         return context.grams(layers), {}
