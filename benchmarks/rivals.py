@@ -104,8 +104,8 @@ def auto_round(task: Task) -> Steps:
     [algorithm] = task.algorithms
     if algorithm["name"] == "awq":
         how["alg_configs"] = "awq,rtn"
-    elif "iters" in algorithm:
-        how["iters"] = algorithm["iters"]
+    else:
+        how |= {key: value for key, value in algorithm.items() if key != "name"}
     windows, length = task.calibration.shape
     batch = min(8, max(1, windows // 3))  # a step takes a part of the windows, however few
     how |= {"nsamples": windows, "seqlen": length, "batch_size": batch, "device_map": "cpu"}
@@ -276,6 +276,8 @@ _QRONOS: Algorithms = {"qronos": [{"name": "qronos"}]}
 _AUTOROUND: Algorithms = {
     "autoround": [{"name": "autoround"}],
     "autoround, 50 steps": [{"name": "autoround", "iters": 50}],
+    "autoround, 200 steps": [{"name": "autoround", "iters": 200}],
+    "signround v2, 50 steps": [{"name": "autoround", "iters": 50, "enable_alg_ext": True}],
 }
 _ROTATION: Algorithms = {"rotation R1 R2": [{"name": "rotation", "r1": True, "r2": True}]}
 _SMOOTH: Algorithms = {

@@ -9,6 +9,7 @@
     python benchmarks/three_texts.py --model DIRECTORY
     python benchmarks/three_texts.py --part 1          # calibrated on other docstrings
     python benchmarks/three_texts.py --model real --rows mxfp4 --algorithms "" --peer auto-round
+    python benchmarks/three_texts.py --peer auto-round --asked "autoround, 200 steps"
     python benchmarks/three_texts.py --rows nvfp4:inputs --algorithms none  # weights in float
     python benchmarks/three_texts.py --rows nvfp4:four_over_six --algorithms gptq
     python benchmarks/three_texts.py --algorithms gptq:choose_damping:random_tokens=0.25
@@ -112,6 +113,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--peer", action="append", default=[], choices=ASKED, help="also measure it; repeatable"
+    )
+    parser.add_argument(
+        "--asked", help="what to ask them for, of rivals.py, with semicolons between"
     )
     parser.add_argument(
         "--finish", type=int, default=0, help="steps of the distillation finish after algorithms"
@@ -367,7 +371,8 @@ def main() -> None:
                 say(f"{scheme} {label({'algorithms': algorithms})}")
                 add(bench.row(scheme, algorithms))
         for peer in options.peer:
-            for asked in set(ASKED[peer]) & set(rivals.PEERS[peer][1].get(scheme, {})):
+            wanted = options.asked.split(";") if options.asked else ASKED[peer]
+            for asked in set(wanted) & set(rivals.PEERS[peer][1].get(scheme, {})):
                 say(f"{scheme} {peer} {asked}")
                 add(bench.row_of_peer(peer, scheme, asked))
     show(options.model, {"float": bench.base}, rows)
