@@ -65,7 +65,7 @@ PARTS = 7  # of the documents for calibration, of which one is taken
 # Model with a name -> windows for calibration, and for each text.
 MODELS = dict.fromkeys(("shipped", "twin", "second", "experts"), (32, 16)) | {"real": (12, 8)}
 FINISH = "distill"  # steps of one sequence, after all algorithms
-INPUTS = ":inputs"  # after a scheme: inputs alone, which rounding of weights cannot improve
+INPUTS = ":inputs"  # after a scheme: inputs alone are rounded
 CHOICE = ":four_over_six"  # after a scheme: this option of its inputs is on
 REFERENCE = "gptq"
 # Scheme -> its preparations.

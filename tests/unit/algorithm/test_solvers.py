@@ -165,7 +165,7 @@ def test_biases_take_what_rounded_inputs_add_in_the_mean(name, solver):
 
 @pytest.mark.parametrize("solver", ["gptq", "yaqa"])
 def test_layers_may_round_the_same_tensor_in_other_ways(solver):
-    """Queries read it as it is, and values as mxfp8: the noise of one is not that of others."""
+    """Inputs of queries stay, those of values are mxfp8: each has the noise of its own format."""
     floats = varied("opt").state_dict()
     others = {"*q_proj": scheme("mxfp4_weight_only"), "*v_proj": scheme("w_mxfp4_a_mxfp8")}
     model = quantized(varied("opt"), "mxfp4", VARIANTS[solver](), layer_quant_config=others)
