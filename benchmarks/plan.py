@@ -48,6 +48,7 @@ RUNS: dict[str, list[str]] = {
     "qronos": ["int4_wo_64", "--quant_algo", "qronos"],
     "gptaq": ["int4_wo_64", "--quant_algo", "gptaq"],
     "yaqa": ["int4_wo_64", "--quant_algo", "yaqa"],
+    "finish": ["int4_wo_64", "--finish", "distill"],
 }
 # Peaks do not depend on the number of steps.
 OPTIONS: dict[str, dict[str, Any]] = {"autoround": {"iters": 10}}

@@ -178,6 +178,7 @@ def amd_quark(task: Task) -> Steps:
 
 def gptqmodel(task: Task) -> Steps:
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # it does not start with fewer
+    os.chdir(task.folder)  # where it writes a log
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     bits, symmetric, group, _ = WEIGHTS[task.scheme]

@@ -21,16 +21,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from quark.torch.distillation_files import FinishFiles, Progress, State
 from quark.torch.evaluation.divergence import kl_divergence
-from quark.torch.graph.residency import residency_of
+from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.residency import release, residency_of
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, split_sequences
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.processes import processes
+from quark.torch.pipeline.run_steps import Finish
 from quark.torch.pipeline.statistics import data_digest
+from quark.torch.quantization.config.value_types import check_options
 from quark.torch.quantization.preparation import quantized_layers
+from quark.torch.trained_model import TrainedModel
 from quark.torch.trained_parameters import TrainedParameters
 from quark.torch.training import distillation_loss
 
@@ -51,6 +54,7 @@ class DistillationOptions:
         patience: Measurements without a better one after which training stops.
 
     Raises:
+        TypeError: A value has another type.
         ValueError: A value is out of range.
     """
 
@@ -62,6 +66,7 @@ class DistillationOptions:
     patience: int = 3
 
     def __post_init__(self) -> None:
+        check_options(self)
         for name in ("steps", "batch_size", "interval", "patience"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give a positive number.")
@@ -112,8 +117,10 @@ def distill(
     data gives the same result.
 
     Args:
-        model: A model in memory from ``ModelQuantizer.freeze``; it is changed in place.
-        original: The float model, which has the same inputs and outputs. It is not changed.
+        model: A model from ``ModelQuantizer.freeze``; it is changed in place. It may be read in
+            parts, with the same result: each sequence of a step then reads it twice.
+        original: The float model, which has the same inputs and outputs. It is not changed, and
+            may be read in parts.
         batches: Data for the model; at least two sequences. The last ones are kept back: see
             ``split_kept_back``.
         options: Options; None for the default ones.
@@ -121,9 +128,9 @@ def distill(
             goes on after its last measurement, to the same bits. None: the finish begins anew.
 
     Raises:
-        ValueError: The model is read in parts or not frozen, several processes run, nothing can
-            train, there are fewer than two sequences, the model returns no logits, or the journal
-            has not begun or holds a finish with other options or data.
+        ValueError: The model is not frozen, several processes run, nothing can train, there are
+            fewer than two sequences, the model returns no logits, or the journal has not begun or
+            holds a finish with other options or data.
     """
     options = options or DistillationOptions()
     _check(model, journal)
@@ -132,14 +139,9 @@ def distill(
         raise ValueError("distill: the model has neither scales that may train, norms nor biases.")
     teaching, judging = split_kept_back(batches, options)
     files = None if journal is None else _open_files(journal, options, [*teaching, *judging])
-    run = _Run(model, original.eval(), trained, options)
-    found = None if files is None else files.read()
-    if found is None:
-        progress = _first_progress(run, judging)
-    else:
-        progress, state = found
-        run.restore(progress.step, state)
-    progress = _train(run, progress, teaching, judging, files)
+    run = _Run(model, original, trained, options)
+    with eval_mode(model), eval_mode(original):
+        progress = _train(run, _begin(run, judging, files), teaching, judging, files)
     trained.restore(progress.state)
     if progress.best_step:
         trained.apply()
@@ -177,9 +179,25 @@ def split_kept_back(
             f"distill: {len(sequences)} sequences are too few. Give at least two: one to train "
             "with, one to decide when to stop."
         )
-    share = (options or DistillationOptions()).kept_back
-    kept = min(len(sequences) - 1, max(1, round(share * len(sequences))))
+    kept = _count_kept_back(len(sequences), options or DistillationOptions())
     return sequences[:-kept], sequences[-kept:]
+
+
+def plan_finish(sequences: int, parameters: int, options: DistillationOptions) -> Finish:
+    """Return what a finish will do, at most.
+
+    Args:
+        sequences: Number of sequences of data.
+        parameters: Number of values that train.
+        options: Options of the finish.
+    """
+    measurements = 1 + math.ceil(options.steps / options.interval)
+    judged = measurements * _count_kept_back(sequences, options)
+    return Finish(options.steps * options.batch_size, judged, parameters)
+
+
+def _count_kept_back(sequences: int, options: DistillationOptions) -> int:
+    return min(sequences - 1, max(1, round(options.kept_back * sequences)))
 
 
 def _open_files(
@@ -221,12 +239,15 @@ def copy_of(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: The model is read in parts.
     """
-    _check_in_memory(model)
+    if residency_of(model) is not None:
+        raise ValueError(
+            "copy_of: the model is read in parts, so a copy would need all of its memory. Load the "
+            "original a second time, in parts too."
+        )
     return copy.deepcopy(model)
 
 
 def _check(model: nn.Module, journal: Journal | None) -> None:
-    _check_in_memory(model)
     layers = dict(quantized_layers(model))
     unfrozen = [name for name, layer in layers.items() if not layer.frozen]
     if not layers or unfrozen:
@@ -243,30 +264,16 @@ def _check(model: nn.Module, journal: Journal | None) -> None:
         )
 
 
-def _check_in_memory(model: nn.Module) -> None:
-    if residency_of(model) is not None:
-        raise ValueError(
-            "distill: the model is read in parts, and gradients need all of it. Load it without "
-            "max_memory, or leave the finish out."
-        )
-
-
-def _first_progress(run: _Run, judging: list[Any]) -> Progress:
+def _begin(run: _Run, judging: list[Any], files: FinishFiles | None) -> Progress:
+    """Return the progress that the files hold, or that before the first step."""
+    found = None if files is None else files.read()
+    if found is not None:
+        progress, state = found
+        run.restore(progress.step, state)
+        return progress
     with torch.no_grad():
         first = run.measure(judging)
     return Progress(0, 0, first, first, run.trained.state())
-
-
-class _Bound(nn.Module):
-    """A model some of whose tensors are replaced."""
-
-    def __init__(self, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.model, self._values = model, values
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model with the replaced tensors."""
-        return functional_call(self.model, self._values, args, kwargs)
 
 
 class _Run:
@@ -285,6 +292,7 @@ class _Run:
         options: DistillationOptions,
     ) -> None:
         self._model, self._original = model, original
+        self._student = TrainedModel(model, trained)
         self.trained, self.options = trained, options
         rate = options.learning_rate
         self._optimizer = torch.optim.Adam(trained.parameters.values(), lr=rate)
@@ -313,11 +321,9 @@ class _Run:
         chosen = [sequences[(size * (step - 1) + i) % len(sequences)] for i in range(size)]
         total = [torch.zeros_like(p) for p in parameters]
         for sequence in chosen:
-            with torch.no_grad():
-                target = _logits(run_batch(self._original, sequence))
+            target = self._target(sequence)
             with torch.enable_grad():
-                student = _Bound(self._model, self.trained.values())
-                found = _logits(run_batch(student, sequence))
+                found = _logits(self._student.run(sequence))
                 loss = distillation_loss(found, target, mask=_mask(sequence, found))
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             if not bool(loss.isfinite()):
@@ -332,12 +338,19 @@ class _Run:
         self._optimizer.step()
         return True
 
+    @torch.no_grad()
+    def _target(self, sequence: Any) -> torch.Tensor:
+        """Return the logits of the original. It and the model take turns in memory."""
+        release(self._model)
+        target = _logits(run_batch(self._original, sequence))
+        release(self._original)
+        return target
+
     def measure(self, sequences: list[Any]) -> torch.Tensor:
         """Return the mean divergence of each sequence, (sequences,) float64."""
-        student = _Bound(self._model, self.trained.values())
         means = []
         for sequence in sequences:
-            pair = [_logits(run_batch(m, sequence)) for m in (self._original, student)]
+            pair = self._target(sequence), _logits(self._student.run(sequence))
             kl = kl_divergence(*(x.float().log_softmax(-1) for x in pair))
             mask = _mask(sequence, pair[0])
             means.append((kl if mask is None else kl[mask.cpu()]).mean())

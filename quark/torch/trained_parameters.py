@@ -8,15 +8,19 @@ r = s' / s: the weight is W r.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from quark.torch.graph.parameter_writes import write_
+from quark.torch.graph.residency import Part, iterate_parts
 from quark.torch.numerics.scales import round_scale
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.numerics.stages import per_value
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
 from quark.torch.quantization.preparation import quantized_layers
@@ -42,21 +46,38 @@ class TrainedParameters:
         self._norms = dict(_norm_parameters(model))
         self._biases = dict(_bias_parameters(model))
         self._vectors = self._norms | self._biases
-        self._scales = {n: self._scale(n).detach().clone() for n in self._layers}
-        made = {n: torch.ones_like(s, dtype=torch.float32) for n, s in self._scales.items()}
-        made |= {n: p.detach().float().clone() for n, p in self._vectors.items()}
+        self._model, self._scales = model, dict[str, torch.Tensor]()
+        made: dict[str, torch.Tensor] = {}
+        for part in iterate_parts(model):
+            scales = {n: self._scale(n).detach().clone() for n in self._layers_in(part)}
+            made |= {n: torch.ones_like(s, dtype=torch.float32) for n, s in scales.items()}
+            made |= {n: p.detach().float().clone() for n, p in self._vectors_in(part).items()}
+            self._scales |= scales
         self.parameters = {n: value.requires_grad_() for n, value in made.items()}
+
+    def _layers_in(self, part: Part) -> dict[str, FakeQuantizedLayer]:
+        """Return the layers of a part whose scales train, by name."""
+        return {name: layer for name, layer in self._layers.items() if part.holds(name)}
+
+    def _vectors_in(self, part: Part) -> dict[str, nn.Parameter]:
+        """Return the norms and biases of a part, by name."""
+        return {n: p for n, p in self._vectors.items() if part.holds(n.rpartition(".")[0])}
 
     def _scale(self, name: str) -> torch.Tensor:
         scale: torch.Tensor = getattr(_quantizer(self._layers[name]), self._parts[name])
         return scale
 
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model that follow from the parameters, by their names."""
-        values = {
-            f"{name}.weight": self._weight(name, layer) for name, layer in self._layers.items()
-        }
-        return values | {n: self.parameters[n].to(p.dtype) for n, p in self._vectors.items()}
+    def values(self, part: Part) -> dict[str, torch.Tensor]:
+        """Return the tensors of a part that follow from the parameters, by their names in it.
+
+        Args:
+            part: A part of the model, which is in memory.
+        """
+        layers, vectors = self._layers_in(part), self._vectors_in(part)
+        values = {f"{name}.weight": self._weight(name, layer) for name, layer in layers.items()}
+        values |= {name: self.parameters[name].to(p.dtype) for name, p in vectors.items()}
+        prefix = f"{part.name}." if part.name else ""
+        return {name.removeprefix(prefix): value for name, value in values.items()}
 
     def _weight(self, name: str, layer: FakeQuantizedLayer) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -91,12 +112,13 @@ class TrainedParameters:
     @torch.no_grad()
     def apply(self) -> None:
         """Replace scales, weights, norms and biases of the model. Codes stay."""
-        for name, layer in self._layers.items():
-            state, quantizer = self._state(name), _quantizer(layer)
-            layer.weight.data.copy_(state.value(layer.weight.dtype))
-            quantizer.scale, quantizer.scale_2 = state.scale, state.scale_2
-        for name, parameter in self._vectors.items():
-            parameter.data.copy_(self.parameters[name])
+        for part in iterate_parts(self._model):
+            for name, layer in self._layers_in(part).items():
+                state, quantizer = self._state(name), _quantizer(layer)
+                write_(layer.weight, state.value(layer.weight.dtype))
+                quantizer.scale, quantizer.scale_2 = state.scale, state.scale_2
+            for name, parameter in self._vectors_in(part).items():
+                write_(parameter, self.parameters[name])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return a copy of the parameters."""
@@ -119,6 +141,23 @@ class TrainedParameters:
     def count_biases(self) -> int:
         """Return the number of biases of quantized layers."""
         return sum(parameter.numel() for parameter in self._biases.values())
+
+
+def count_trained(model: nn.Module, layers: Mapping[str, QuantizationConfig]) -> int:
+    """Return how many values train once a model is quantized, at most.
+
+    Args:
+        model: The float model; its parameters need no values.
+        layers: How each of its layers will be quantized, by name.
+    """
+    count = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    for name, layer in layers.items():
+        if layer.weight is None:
+            continue
+        scheme, weight = layer.weight.for_parameter().scheme, model.get_parameter(f"{name}.weight")
+        shape: Sequence[int] = scheme.scale_shape(weight.shape)
+        count += math.prod(shape) if _is_free(scheme) else 1
+    return count
 
 
 def _quantizer(layer: FakeQuantizedLayer) -> TensorQuantizer:

@@ -126,6 +126,10 @@ class AlgorithmFlags:
             "predictions of the original, on the calibration data.",
         ),
     ] = None
+    finish_config_file: Annotated[
+        Path | None,
+        _algorithm(metavar="FILE", help="JSON file with the options of the finish, such as steps."),
+    ] = None
     statistics: Annotated[
         Path | None,
         _algorithm(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -35,8 +34,10 @@ from quark.cli.quantize.file_job import (
     is_known_architecture,
     quantize_files,
 )
+from quark.cli.quantize.finish import Finish, read_options
 from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.group_fit import fit_groups
+from quark.cli.quantize.loading import load, load_params
 from quark.cli.quantize.outline import describe_float_layers, why_not_kept
 from quark.cli.quantize.output import check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
@@ -100,6 +101,8 @@ def _read_options(request: Request, described: dict[str, Any]) -> _Options:
         typer.BadParameter: A flag has a wrong value.
     """
     config = make_config(request, str(described.get("model_type", "")))
+    if request.finish is not None:
+        read_options(request)
     devices = accelerators.pick_devices(request.device)
     return _Options(config, devices, lengths.window_length(described, request.seq_len, SEQ_LEN))
 
@@ -138,7 +141,7 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     reader = find_reader(request, kind, tokenizer) if is_calibrated else None
     with open_journal(request, config) as journal:
         announce = note_output(request, journal)
-        model = _load(request, request.model_dir, devices[0], in_float=True)
+        model = load(request, request.model_dir, devices[0], in_float=True)
         check_writable(request, model, config)
         if request.use_cache:
             model_checks.check_cache(model)  # with values, which steps may depend on
@@ -151,7 +154,7 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
         steps = journal if has_steps else None
         quantizer = ModelQuantizer(config, False, request.offload_dir, steps, devices)
         outcome = _quantize_and_evaluate(
-            request, model, quantizer, calibration, measures, statistics
+            request, model, quantizer, calibration, measures, statistics, devices[0]
         )
         if rank() > 0:
             return
@@ -193,7 +196,7 @@ def _quantize_files(
         card = _card(request, config, outline, calibration, None)
         outcome = quantize_files(request, described, config, tokenizer, card, announce)
         if measures is not None:
-            model = _load(request, request.output_dir, devices[0])
+            model = load(request, request.output_dir, devices[0])
             outcome.after = measures.figures(model, "the quantized model")
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
@@ -234,10 +237,10 @@ def _evaluate_unchanged(request: Request, described: dict[str, Any]) -> None:
     check_texts(request, is_calibrated=False)
     tokenizer = find_tokenizer(request, is_calibrated=False)
     if request.params_load:
-        model = _load_params(request, device)
+        model = load_params(request, device)
     else:
         source = request.reload_dir if request.model_reload else request.model_dir
-        model = _load(request, source, device)
+        model = load(request, source, device)
     check_writable(request, model, None)
     if request.use_cache:
         model_checks.check_cache(model)
@@ -294,39 +297,6 @@ def _stops_at(request: Request, plan: RunPlan | None) -> bool:
     return True
 
 
-def _load(request: Request, source: Path, device: str, in_float: bool = False) -> nn.Module:
-    with console.stage("loading the model", spinner=True):
-        return models.load_model(
-            source,
-            request.data_type,
-            device,
-            request.trust_remote_code,
-            request.model_attn_implementation,
-            request.max_memory,
-            in_float,
-        )
-
-
-def _load_params(request: Request, device: str) -> nn.Module:
-    from quark.torch.export.checkpoint.architecture import empty_model, read_config
-    from quark.torch.export.checkpoint.files import CheckpointReader
-    from quark.torch.export.params import load_params
-
-    assert request.json_path is not None
-    assert request.safetensors_path is not None
-    tensors, remote = request.safetensors_path, request.trust_remote_code
-    with console.stage("loading the model", spinner=True):
-        model = empty_model(
-            read_config(request.model_dir, remote),
-            CheckpointReader(tensors.parent, tensors.name).entries,
-            request.model_dir,
-            trust_remote_code=remote,
-            attn_implementation=request.model_attn_implementation,
-        )
-        model = load_params(model, request.json_path, tensors)
-    return model.to(device).eval()
-
-
 def _without_perplexity(request: Request, outline: nn.Module | None) -> Request:
     """Return a request that skips the evaluation where a model does not predict text.
 
@@ -352,9 +322,9 @@ def _quantize_and_evaluate(
     calibration: list[Any] | None,
     measures: Measures | None,
     statistics: Statistics | None,
+    device: str,
 ) -> Outcome:
     """Quantize and freeze the model in place, and evaluate it before and after."""
-    from quark.torch.distillation import copy_of, distill, split_kept_back
     from quark.torch.evaluation.samples import complete_batches
     from quark.torch.export.expert_tokens import expert_tokens
 
@@ -363,20 +333,19 @@ def _quantize_and_evaluate(
         model_checks.check_shared_inputs(model)
     outcome = Outcome()
     batches = None if calibration is None else complete_batches(model, calibration)
-    # Text that no algorithm has seen decides which step of a finish is the best.
-    seen = batches if request.finish is None else split_kept_back(batches or [])[0]
+    finish = None if request.finish is None else Finish(request, model, batches or [], device)
+    seen = batches if finish is None else finish.seen
     quantizer.check_journal(model, seen, statistics)
     if measures is not None:
         outcome.before = measures.losses(model, "perplexity of the original")
     start = time.monotonic()
-    original = None if request.finish is None else copy_of(model)
     with console.stage("quantizing"):
         model = quantizer.quantize_model(model, seen, statistics)
         if rank() > 0:  # the first process alone evaluates and writes
             return outcome
         model = quantizer.freeze(model)
-        if original is not None:
-            outcome.finish = distill(model, original, batches or [], journal=quantizer.journal)
+        if finish is not None:
+            outcome.finish = finish.run(model, quantizer.journal)
     outcome.seconds = time.monotonic() - start
     outcome.count_layers(model)
     outcome.experts = expert_tokens(model)

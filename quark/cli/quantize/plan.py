@@ -14,7 +14,9 @@ from quark.cli import console
 from quark.cli.console import format_bytes
 from quark.cli.options import counted_windows
 from quark.cli.quantize.config import layer_configs
+from quark.cli.quantize.finish import plan_finish
 from quark.cli.quantize.request import Request
+from quark.cli.quantize.source import converted_bytes, open_source, source_files, stored_bytes
 from quark.cli.tokenizer_memory import tokenizer_memory
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ def make_plan(
     from quark.torch.pipeline.requirements import least_bound, require
     from quark.torch.quantization.model_shape import list_selected, selected
 
-    model, files = _open_source(request)
+    model, files = open_source(request)
     tokenizer = tokenizer_memory(request.model_dir)
     size = sum(entry.nbytes for entry in files.entries.values())
     fill_with_placeholders(model)
@@ -133,9 +135,9 @@ def make_plan(
         kinds = list_selected(model, config, layers, {n: x.quant_config for n, x in kept.items()})
         saved = saved_bytes(model, kept) if request.export_weight_format != "fake_quantized" else 0
         run = run._replace(output=run.output - len(request.exports) * saved)
-    converted = _converted_bytes(model, files)
+    converted = converted_bytes(model, files)
     run = run._replace(
-        model=run.model._replace(converted=converted, stored=_stored_bytes(request)),
+        model=run.model._replace(converted=converted, stored=stored_bytes(request)),
         through_files=through_files,
         threads=torch.get_num_threads(),
         tokenizer_loading=tokenizer.loading,
@@ -167,49 +169,12 @@ def _probe_machine(request: Request, model: nn.Module, device: str) -> Machine:
     from quark.torch.pipeline.machine import probe
 
     return probe(
-        _source_files(request),
+        source_files(request),
         _existing(request.output_dir),
         next(model.parameters()).dtype,
         device,
         PROBE if request.plan else GLANCE,
     )
-
-
-def _open_source(request: Request) -> tuple[nn.Module, Reader]:
-    """Return the float model of a request without values, and its tensors."""
-    import torch
-
-    from quark.torch.export.gguf.float_reader import open_gguf_in_float
-    from quark.torch.export.recognition import open_in_float
-
-    source, data_type = request.model_dir, request.data_type
-    if not source.is_file():
-        return open_in_float(source, data_type, request.trust_remote_code)
-    return open_gguf_in_float(source, None if data_type == "auto" else getattr(torch, data_type))
-
-
-def _converted_bytes(model: nn.Module, files: Reader) -> int:
-    """Return the bytes of the tensors that are made of several of the files."""
-    from quark.torch.export.checkpoint.header_checks import tied_names
-    from quark.torch.files import size_of
-
-    tied = tied_names(model)
-    made = {n: t for n, t in model.state_dict().items() if n not in files.entries and n not in tied}
-    return size_of(made)
-
-
-def _source_files(request: Request) -> list[Path]:
-    source = request.model_dir
-    return [source] if source.is_file() else sorted(source.glob("*.safetensors"))
-
-
-def _stored_bytes(request: Request) -> int:
-    """Return the bytes of the tensors in the files of a request."""
-    from quark.cli.models import read_entries
-
-    if request.model_dir.is_file():
-        return _size(request.model_dir)
-    return sum(entry.nbytes for entry in read_entries(request.model_dir).values())
 
 
 def _describe_run(
@@ -238,8 +203,7 @@ def _describe_run(
     options = JsonExporterConfig(weight_format=request.export_weight_format)
     mode = request.custom_mode if "hf_format" in request.exports else "quark"
     stored = selected_size(model, resolved, layers, options, mode)
-    windows = counted_windows(request.num_eval_data or 0)
-    window = request.eval_seq_len or length
+    windows, window = counted_windows(request.num_eval_data or 0), request.eval_seq_len or length
     return Run(
         model=shape,
         data=data,
@@ -258,6 +222,7 @@ def _describe_run(
         attends=2 * len(FACTORS) if is_calibrated and searches_heads(config) else 0,
         traces="onnx" in request.exports,
         traces_cache=request.use_cache,
+        finish=plan_finish(request, model, layers),
     )
 
 
@@ -388,10 +353,6 @@ def _existing(path: Path) -> Path:
     """Return a directory, or the nearest one above it that exists."""
     path = path.resolve()
     return next(p for p in (path, *path.parents) if p.is_dir())
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.is_file() else 0
 
 
 def round_up(size: int) -> str:

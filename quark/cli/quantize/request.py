@@ -262,7 +262,8 @@ def _check_scheme(request: Request) -> None:
             "one of them.",
         )
     described = {field.name for flags in (SchemeFlags, AlgorithmFlags) for field in fields(flags)}
-    for name in sorted(described - {*SOURCES, "statistics", "weight_matrix_merge"}):
+    finish = ("finish", "finish_config_file")
+    for name in sorted(described - {*SOURCES, *finish, "statistics", "weight_matrix_merge"}):
         if request.config is not None and name in request.given:
             raise wrong(f"--{name}", "the file of --config sets this. Leave one of them out.")
     for name in ("pre_quantization_optimization", "quant_algo", "quant_algo_config_file"):
@@ -273,6 +274,8 @@ def _check_scheme(request: Request) -> None:
             raise wrong(f"--{name}", "the cache is quantized only with --kv_cache_dtype.")
     if request.finish is not None:
         _check_finish(request)
+    elif request.finish_config_file is not None:
+        raise wrong("--finish_config_file", "there is no finish. Add --finish distill.")
     named = (request.layer_quant_scheme or [])[::2]
     for flag, patterns in (("exclude_layers", request.excluded), ("layer_quant_scheme", named)):
         for pattern in patterns or []:
@@ -300,9 +303,7 @@ def _check_scheme(request: Request) -> None:
 
 
 def _check_finish(request: Request) -> None:
-    """Check that the original and gradients fit beside the model, and that there is data."""
-    if request.max_memory is not None:
-        raise wrong("--finish", "gradients need the whole model. Leave --max_memory out.")
+    """Check that there is data to train with and to judge by."""
     if request.statistics is not None:
         raise wrong("--finish", "statistics have no text to train on. Leave --statistics out.")
     if request.num_calib_data < 2:

@@ -34,6 +34,9 @@ class Part(NamedTuple):
         )
 
 
+WHOLE = Part("", True, "")  # a model in memory
+
+
 class Residency(Protocol):
     """What loads and releases the parameters of a model."""
 
@@ -88,7 +91,7 @@ def iterate_parts(model: nn.Module, modules: Collection[str] | None = None) -> I
         modules: Names of modules: parts that hold none of them are left out. None for all parts.
     """
     residency: Residency | None = residency_of(model)
-    for part in [Part("", True, "")] if residency is None else residency.parts():
+    for part in [WHOLE] if residency is None else residency.parts():
         if modules is not None and not any(map(part.holds, modules)):
             continue
         with resident(model, part.handle):

@@ -122,6 +122,8 @@ def require(run: Run, interpreter: int, bound: int | None = None) -> Requirement
     parameters = model.size if free is None else _resident(run, steps, free)
     is_partial = parameters < model.size
     parameters += model.converted
+    if run.finish is not None:  # the original is there as well, in parts in turn with the model
+        parameters += model.converted + (model.size if free is None else 0)
     changes = any(_work(work, run).changes for _, work in run.algorithms)
     changed = model.changed if changes else 0
     kept = min(changed, LIMIT) if free is None else 0

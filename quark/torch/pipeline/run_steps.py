@@ -21,7 +21,7 @@ ELEMENT_FLOPS = 100.0  # elementwise steps that quantize a value, in units of ar
 # libraries and of the nodes of a layer.
 TRACE_SECONDS, TRACE_IMPORTS = 6.0, 128 << 20
 LAYER_SECONDS, CACHED_LAYER_SECONDS, LAYER_NODES = 0.2, 0.35, 1 << 20
-
+GRAPH_WEIGHTS = 4  # tensors in float32 that the graph of a finish holds for each weight
 
 StepWork = Callable[[BlockShape, DataShape], Work]  # what a step takes for a block
 
@@ -48,6 +48,20 @@ class Step(NamedTuple):
     reads: int = 1
     passes: float = 0.0
     seconds: float = 0.0
+
+
+class Finish(NamedTuple):
+    """A finish that trains some parameters against the predictions of the original.
+
+    Attributes:
+        trained: Sequences that gradients are computed for, each as often as it is.
+        judged: Sequences that are measured, likewise.
+        parameters: Number of values that train, at most.
+    """
+
+    trained: int
+    judged: int
+    parameters: int
 
 
 class Run(NamedTuple):
@@ -83,6 +97,7 @@ class Run(NamedTuple):
         tokenizer_loading: Bytes that loading the tokenizer takes, before the model is loaded.
         traces: Whether a graph is traced and written, in one piece.
         traces_cache: Whether that graph has a cache.
+        finish: The finish after quantization; None without.
     """
 
     model: ModelShape
@@ -111,6 +126,7 @@ class Run(NamedTuple):
     tokenizer_loading: int = 0
     traces: bool = False
     traces_cache: bool = False
+    finish: Finish | None = None
 
 
 def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
@@ -146,6 +162,7 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
             flops += run.attends * once
             steps.append(Step("scales of the cache", memory, stores, flops, 0.0, PASS_READS, 1.0))
     steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
+    steps += [] if run.finish is None else [_finish(run, run.finish, streams)]
     steps += [evaluation] if evaluation else []
     if run.tokenizer:
         steps.append(Step("reading the tokenizer", run.tokenizer, reads=0))
@@ -154,6 +171,34 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
     if run.traces:
         steps.append(_tracing(run))
     return steps
+
+
+def _finish(run: Run, finish: Finish, streams: bool) -> Step:
+    """Return the step that trains parameters against the predictions of the original.
+
+    Each sequence runs alone. The graph holds the tensors of a sequence, and of each weight its
+    values before and after the trained scales, these scales expanded, and gradients. Of a model
+    that is read in parts there is the graph of one block, which runs once more for it. Each
+    parameter has a gradient, two moments, and its values at the start and at the best step.
+    """
+    model, data = run.model, run.data
+    one = data._replace(tokens=data.length, batch=data.length)
+    hidden = [16 * data.hidden + 4 * sum(x.outputs for x in b.layers) for b in model.blocks]
+    graphs = [
+        FLOAT32 * (data.length * width + GRAPH_WEIGHTS * block.elements)
+        for width, block in zip(hidden, model.blocks, strict=True)
+    ]
+    graph = (max if streams else sum)([0, *graphs])
+    logits = (2 * data.itemsize + 6 * FLOAT32) * one.batch * data.labels
+    state = 6 * FLOAT32 * finish.parameters
+    count = 2 * finish.judged + (4 + streams) * finish.trained
+    return Step(
+        "distillation",
+        graph + logits + state + _pass_memory(run._replace(data=one), True),
+        flops=count * _model_flops(model, one),
+        reads=2 * finish.judged + 3 * finish.trained,
+        passes=count * data.length / max(data.tokens, 1),
+    )
 
 
 def _tracing(run: Run) -> Step:

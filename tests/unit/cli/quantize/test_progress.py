@@ -5,14 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from quark.torch import Journal
-from quark.torch.distillation import DistillationOptions, distill
 from quark.torch.pipeline.journal import PassFiles
 
 ROOT = Path(__file__).parents[4]
@@ -154,11 +152,11 @@ def test_control_c_says_how_to_go_on(interrupted, quark, command, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_a_killed_finish_goes_on(quark, command, monkeypatch, tmp_path):
-    at = command.index("--quant_algo")
-    command[at : at + 2] = ["--num_calib_data", 4, "--finish", "distill"]  # without an algorithm
-    options = DistillationOptions(steps=20)
-    monkeypatch.setattr("quark.torch.distillation.distill", partial(distill, options=options))
+def test_a_killed_finish_goes_on(quark, command, monkeypatch, tmp_path, tmp_path_factory):
+    at, file = command.index("--quant_algo"), tmp_path_factory.mktemp("options") / "finish.json"
+    file.write_text('{"steps": 20}')
+    finish = ["--finish", "distill", "--finish_config_file", file]
+    command[at : at + 2] = ["--num_calib_data", 4, *finish]  # without an algorithm
     write = PassFiles.write
 
     def stop(self, block, *arguments):
