@@ -37,6 +37,8 @@ WEIGHTS = {
 }
 # Schemes of blocks of fp4, whose inputs are rounded too -> the name of auto-round, llm-compressor.
 BLOCKS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+# Schemes of 8 bits with static ranges -> the name of auto-round.
+STATIC = {"fp8": "FP8_STATIC", W8A8: "INT8_W8A8"}
 # Schemes of such blocks for weights alone -> the same.
 WEIGHT_BLOCKS = {"mxfp4_weight_only": ("MXFP4", "MXFP4A16")}
 # Schemes of super-blocks -> the type in llama.cpp, and the one it takes for other inputs.
@@ -46,6 +48,13 @@ SUPER_BLOCKS = {
     "q4_k": ("Q4_K", "Q5_0"),
     "q5_k": ("Q5_K", "Q5_1"),
     "q6_k": ("Q6_K", "Q8_0"),
+}
+
+# Name of an algorithm -> ModelOpt's name of its configuration. Its blocks of fp4 need CUDA.
+MODELOPT = {
+    "awq": "INT4_AWQ_CFG",
+    "smoothquant": "INT8_SMOOTHQUANT_CFG",
+    "maximum": "FP8_DEFAULT_CFG",
 }
 
 
@@ -100,7 +109,7 @@ def auto_round(task: Task) -> Steps:
     elif task.scheme in WEIGHT_BLOCKS:
         how = {"scheme": WEIGHT_BLOCKS[task.scheme][0], "act_bits": 16}
     else:
-        how = {"scheme": BLOCKS[task.scheme]}
+        how = {"scheme": (BLOCKS | STATIC)[task.scheme]}
     [algorithm] = task.algorithms
     if algorithm["name"] == "awq":
         how["alg_configs"] = "awq,rtn"
@@ -126,6 +135,8 @@ def llm_compressor(task: Task) -> Steps:
         given |= {"targets": ["Linear"], "scheme": BLOCKS[task.scheme]}
     elif task.scheme in WEIGHT_BLOCKS:
         given |= {"targets": ["Linear"], "scheme": WEIGHT_BLOCKS[task.scheme][1]}
+    elif task.scheme == "fp8":
+        given |= {"targets": ["Linear"], "scheme": "FP8"}
     else:
         how, inputs = {"strategy": "channel", "num_bits": 8}, None
         if task.scheme in WEIGHTS:
@@ -204,12 +215,12 @@ def gptqmodel(task: Task) -> Steps:
 def modelopt(task: Task) -> Steps:
     import modelopt.torch.quantization as mtq
 
-    how, model = copy.deepcopy(mtq.INT4_AWQ_CFG), task.model()
-    _, _, group, _ = WEIGHTS[task.scheme]
-    given = how["quant_cfg"]
-    for entry in given.values() if isinstance(given, dict) else (e.get("cfg") for e in given):
-        if isinstance(entry, dict) and "block_sizes" in entry:
-            entry["block_sizes"] = {-1: task.group_size(group)}
+    [algorithm] = task.algorithms
+    how, model = copy.deepcopy(getattr(mtq, MODELOPT[algorithm["name"]])), task.model()
+    for entry in how["quant_cfg"]:
+        sizes = entry.get("cfg", {}).get("block_sizes", {})
+        if task.scheme in WEIGHTS and sizes:
+            sizes[-1] = task.group_size(WEIGHTS[task.scheme][2])
 
     def run(module: Any) -> None:
         for batch in task.calibration.split(8):
@@ -270,6 +281,13 @@ def mean_squares(
 
 
 Algorithms = dict[str, list[dict[str, Any]]]  # as in algorithms.py: name for the table -> options
+
+
+def _named(*names: str) -> Algorithms:
+    """Return algorithms without options."""
+    return {name: [{"name": name}] for name in names}
+
+
 _GPTQ: Algorithms = {"gptq": [{"name": "gptq"}]}
 _AWQ: Algorithms = {"awq": [{"name": "awq"}]}
 _IMPORTANCE: Algorithms = {"": [], "importance": [{"name": "importance matrix"}]}
@@ -291,11 +309,11 @@ _GROUPED = [*WEIGHTS, *BLOCKS, *WEIGHT_BLOCKS]
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
-        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in _GROUPED},
+        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in (*_GROUPED, *STATIC)},
     ),
     "llm-compressor": (
         llm_compressor,
-        {**dict.fromkeys(_GROUPED, _GPTQ), W8A8: _SMOOTH | _SMOOTH_GPTQ},
+        {**dict.fromkeys(_GROUPED, _GPTQ), W8A8: _SMOOTH | _SMOOTH_GPTQ, "fp8": {"": []} | _GPTQ},
     ),
     "amd-quark": (
         amd_quark,
@@ -307,7 +325,14 @@ PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     ),
     "gptqmodel": (gptqmodel, dict.fromkeys(WEIGHTS, _GPTQ)),
     "llama.cpp": (llama_cpp, dict.fromkeys(SUPER_BLOCKS, _IMPORTANCE)),
-    "modelopt": (modelopt, dict.fromkeys(("int4_wo_128", "int4_wo_64"), _AWQ)),
+    "modelopt": (
+        modelopt,
+        {
+            **dict.fromkeys(("int4_wo_128", "int4_wo_64"), _AWQ),
+            W8A8: _named("smoothquant"),
+            "fp8": _named("maximum"),
+        },
+    ),
 }
 
 

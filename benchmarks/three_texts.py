@@ -84,9 +84,9 @@ ALGORITHMS = (NONE, REFERENCE, "qronos", "yaqa", f"{REFERENCE}{CHOSEN}", f"yaqa{
 # What of other software is measured, where it has the scheme.
 ASKED = {
     "auto-round": ("autoround, 50 steps",),
-    "llm-compressor": ("gptq", "smooth, alpha 0.8", "smooth, gptq"),
+    "llm-compressor": ("", "gptq", "smooth, alpha 0.8", "smooth, gptq"),
     "gptqmodel": ("gptq",),
-    "modelopt": ("awq",),
+    "modelopt": tuple(rivals.MODELOPT),
     "amd-quark": ("gptq",),
     "llama.cpp": ("", "importance"),
 }

@@ -1,10 +1,10 @@
 """A finish after quantization: a few parameters train against the predictions of the float model.
 
-Codes stay; scales, norms and biases train. A weight is linear in its scales once the codes are
-fixed, so a scale s trains as the ratio r = s' / s: the weight is W r. Source: quantization-aware
-distillation (arXiv 2601.20088) for the loss, EfficientQAT (arXiv 2407.11062, section 3.3) for
-training scales under fixed codes. Text that is kept back decides which step is the best, and
-whether one is better than none.
+Codes stay; scales, zero points in floats, norms and biases train. A weight is linear in its scales
+once the codes are fixed, so a scale s trains as the ratio r = s' / s: the weight is W r. Source:
+quantization-aware distillation (arXiv 2601.20088) for the loss, EfficientQAT (arXiv 2407.11062,
+section 3.3) for training scales under fixed codes. Text that is kept back decides which step is
+the best, and whether one is better than none.
 
 With a journal, each measurement leaves a file that training goes on from: parameters, both moments
 of Adam, the best parameters so far, and the figures of the sequences that are kept back.
@@ -26,7 +26,8 @@ from quark.torch.distillation_files import FinishFiles, Progress, State
 from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.residency import release, residency_of
-from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, split_sequences
+from quark.torch.original_predictions import OriginalPredictions, logits_of
+from quark.torch.pipeline.batches import padding_mask, show_progress, split_sequences
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.run_steps import Finish
@@ -87,6 +88,7 @@ class Distillation:
         steps: Steps that ran.
         best: The step whose parameters the model has; 0 if none was better.
         scales: Number of scales that trained.
+        zero_points: Number of zero points that trained.
         norms: Number of parameters of norms that trained.
         biases: Number of biases of quantized layers that trained.
     """
@@ -97,6 +99,7 @@ class Distillation:
     steps: int
     best: int
     scales: int
+    zero_points: int
     norms: int
     biases: int
 
@@ -111,10 +114,10 @@ def distill(
     """Train some parameters of a frozen model against the predictions of the original.
 
     Scales train that may take any value and belong to one weight: those of integers and floats per
-    channel or per group, and the tensor scale of NVFP4. So do norms, and biases of quantized layers
-    that are not quantized themselves. Codes of weights, powers of two (MX), scales in fp8 and in
-    super-blocks, scales that layers share, zero points and scales of activations stay. The same
-    data gives the same result.
+    channel or per group, and the tensor scale of NVFP4. So do zero points in floats, norms, and
+    biases of quantized layers that are not quantized themselves. Codes of weights, powers of two
+    (MX), scales in fp8 and in super-blocks, scales that layers share, integer zero points and
+    scales of activations stay. The same data gives the same result.
 
     Args:
         model: A model from ``ModelQuantizer.freeze``; it is changed in place. It may be read in
@@ -154,6 +157,7 @@ def distill(
         steps=progress.step,
         best=progress.best_step,
         scales=trained.count_scales(),
+        zero_points=trained.count_zero_points(),
         norms=trained.count_norms(),
         biases=trained.count_biases(),
     )
@@ -193,7 +197,7 @@ def plan_finish(sequences: int, parameters: int, options: DistillationOptions) -
     """
     measurements = 1 + math.ceil(options.steps / options.interval)
     judged = measurements * _count_kept_back(sequences, options)
-    return Finish(options.steps * options.batch_size, judged, parameters)
+    return Finish(sequences, options.steps * options.batch_size, judged, parameters)
 
 
 def _count_kept_back(sequences: int, options: DistillationOptions) -> int:
@@ -291,7 +295,7 @@ class _Run:
         trained: TrainedParameters,
         options: DistillationOptions,
     ) -> None:
-        self._model, self._original = model, original
+        self._model, self._expected = model, OriginalPredictions(original)
         self._student = TrainedModel(model, trained)
         self.trained, self.options = trained, options
         rate = options.learning_rate
@@ -323,7 +327,7 @@ class _Run:
         for sequence in chosen:
             target = self._target(sequence)
             with torch.enable_grad():
-                found = _logits(self._student.run(sequence))
+                found = logits_of(self._student.run(sequence))
                 loss = distillation_loss(found, target, mask=_mask(sequence, found))
                 gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             if not bool(loss.isfinite()):
@@ -338,19 +342,17 @@ class _Run:
         self._optimizer.step()
         return True
 
-    @torch.no_grad()
     def _target(self, sequence: Any) -> torch.Tensor:
         """Return the logits of the original. It and the model take turns in memory."""
-        release(self._model)
-        target = _logits(run_batch(self._original, sequence))
-        release(self._original)
-        return target
+        if not self._expected.keeps(sequence):
+            release(self._model)
+        return self._expected.of(sequence)
 
     def measure(self, sequences: list[Any]) -> torch.Tensor:
         """Return the mean divergence of each sequence, (sequences,) float64."""
         means = []
         for sequence in sequences:
-            pair = self._target(sequence), _logits(self._student.run(sequence))
+            pair = self._target(sequence), logits_of(self._student.run(sequence))
             kl = kl_divergence(*(x.float().log_softmax(-1) for x in pair))
             mask = _mask(sequence, pair[0])
             means.append((kl if mask is None else kl[mask.cpu()]).mean())
@@ -363,13 +365,3 @@ def _mask(sequence: Any, logits: torch.Tensor) -> torch.Tensor | None:
     if mask is None or mask.shape != logits.shape[:-1]:
         return None
     return mask.to(logits.device)
-
-
-def _logits(output: Any) -> torch.Tensor:
-    logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
-    if not isinstance(logits, torch.Tensor):
-        raise ValueError(
-            f"distill: the model returns {type(output).__name__} without logits, which are "
-            "compared. Leave the finish out."
-        )
-    return logits

@@ -1,9 +1,9 @@
 """The parameters of a quantized model that train while its codes stay.
 
-They are scales, the parameters of norms, and the biases of quantized layers.
+They are scales, zero points in floats, the parameters of norms, and the biases of quantized layers.
 
 A weight is linear in its scales once the codes are fixed, so a scale s trains as the ratio
-r = s' / s: the weight is W r.
+r = s' / s: the weight is W r. Where zero points z are floats, it is W r - (z' - z) s'.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TrainedParameters:
     """The parameters that train, and the tensors of the model that they stand for.
 
     Attributes:
-        parameters: Ratios of scales by the name of the layer, and norms and biases by the name of
-            the parameter; float32.
+        parameters: Ratios of scales by the name of the layer, and zero points, norms and biases by
+            the name of the tensor; float32.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,13 +46,21 @@ class TrainedParameters:
         self._norms = dict(_norm_parameters(model))
         self._biases = dict(_bias_parameters(model))
         self._vectors = self._norms | self._biases
-        self._model, self._scales = model, dict[str, torch.Tensor]()
-        made: dict[str, torch.Tensor] = {}
+        self._model, made = model, dict[str, torch.Tensor]()
+        self._scales, self._zeros = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for part in iterate_parts(model):
-            scales = {n: self._scale(n).detach().clone() for n in self._layers_in(part)}
+            layers = self._layers_in(part)
+            scales = {n: self._scale(n).detach().clone() for n in layers}
+            zeros = {
+                n: z.detach().float()
+                for n, x in layers.items()
+                if (z := _zero_point(x)) is not None
+            }
             made |= {n: torch.ones_like(s, dtype=torch.float32) for n, s in scales.items()}
+            made |= {f"{n}.zero_point": z.clone() for n, z in zeros.items()}
             made |= {n: p.detach().float().clone() for n, p in self._vectors_in(part).items()}
             self._scales |= scales
+            self._zeros |= zeros
         self.parameters = {n: value.requires_grad_() for n, value in made.items()}
 
     def _layers_in(self, part: Part) -> dict[str, FakeQuantizedLayer]:
@@ -87,6 +95,9 @@ class TrainedParameters:
         rounded = self._new_scale(name).float() / old
         ratio = ratio + (rounded - ratio).detach()  # straight-through gradient
         values: torch.Tensor = weight.float() * per_value(ratio, scheme, weight.shape)
+        if name in self._zeros:
+            moved = self.parameters[f"{name}.zero_point"] - self._zeros[name]
+            values = values - per_value(moved * ratio * old, scheme, weight.shape)
         return values.to(weight.dtype)
 
     def _state(self, name: str) -> QuantizedTensor:
@@ -94,6 +105,9 @@ class TrainedParameters:
         layer, new = self._layers[name], self._new_scale(name)
         state = layer.quantized_tensor("weight")
         assert state is not None and state.scale is not None
+        if name in self._zeros:
+            zero_point = self.parameters[f"{name}.zero_point"].detach().clone()
+            return state._replace(scale=new, zero_point=zero_point)
         if self._parts[name] == "scale":
             return state._replace(scale=new)
         # Block scales are relative to the tensor scale.
@@ -111,12 +125,13 @@ class TrainedParameters:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Replace scales, weights, norms and biases of the model. Codes stay."""
+        """Replace scales, zero points, weights, norms and biases of the model. Codes stay."""
         for part in iterate_parts(self._model):
             for name, layer in self._layers_in(part).items():
                 state, quantizer = self._state(name), _quantizer(layer)
                 write_(layer.weight, state.value(layer.weight.dtype))
                 quantizer.scale, quantizer.scale_2 = state.scale, state.scale_2
+                quantizer.zero_point = state.zero_point
             for name, parameter in self._vectors_in(part).items():
                 write_(parameter, self.parameters[name])
 
@@ -133,6 +148,10 @@ class TrainedParameters:
     def count_scales(self) -> int:
         """Return the number of scales that train."""
         return sum(scale.numel() for scale in self._scales.values())
+
+    def count_zero_points(self) -> int:
+        """Return the number of zero points that train."""
+        return sum(zeros.numel() for zeros in self._zeros.values())
 
     def count_norms(self) -> int:
         """Return the number of parameters of norms."""
@@ -156,7 +175,8 @@ def count_trained(model: nn.Module, layers: Mapping[str, QuantizationConfig]) ->
             continue
         scheme, weight = layer.weight.for_parameter().scheme, model.get_parameter(f"{name}.weight")
         shape: Sequence[int] = scheme.scale_shape(weight.shape)
-        count += math.prod(shape) if _is_free(scheme) else 1
+        each = 1 + scheme.float_zero_point
+        count += each * math.prod(shape) if _is_free(scheme) else 1
     return count
 
 
@@ -178,6 +198,13 @@ def _part_of(quantizer: TensorQuantizer, shares: bool) -> str | None:
     if scale is None or (part == "scale" and not _is_free(quantizer.scheme)):
         return None
     return None if shares and scale.numel() == 1 else part
+
+
+def _zero_point(layer: FakeQuantizedLayer) -> torch.Tensor | None:
+    """Return the zero points of a weight if they may take any value."""
+    quantizer = _quantizer(layer)
+    is_float = quantizer.scheme.float_zero_point and not quantizer.spec.quantizes_codes
+    return quantizer.zero_point if is_float else None
 
 
 def _is_free(scheme: Scheme) -> bool:

@@ -91,7 +91,11 @@ LAYERS = [
         "quark.torch.trained_parameters",
         "quark.torch.training",
     },
-    {"quark.torch.distillation_files", "quark.torch.trained_model"},
+    {
+        "quark.torch.distillation_files",
+        "quark.torch.original_predictions",
+        "quark.torch.trained_model",
+    },
     {"quark.torch.distillation"},
     {
         "quark.torch.report",

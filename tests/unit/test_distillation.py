@@ -46,6 +46,11 @@ def codes_of(model):
     return {n: layer.quantized_tensor("weight").codes for n, layer in quantized_layers(model)}
 
 
+def zero_points_of(model):
+    layers = dict(quantized_layers(model))
+    return {name: layer.weight_quantizer.zero_point.clone() for name, layer in layers.items()}
+
+
 def bits(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -84,6 +89,28 @@ def test_predictions_come_closer_under_the_same_codes(layer, pair, tmp_path):
     read = ModelImporter(tmp_path, "safetensors").import_model_info(copy_of(original))
     with torch.no_grad():
         assert torch.equal(read(IDS).logits, model(IDS).logits)
+
+
+def test_zero_points_in_floats_train(pair, tmp_path):
+    layer = replace(scheme("uint4_wo_32"), weight=groups("uint4", False, zero_point_type="float32"))
+    model, original = pair(Config(layer, exclude=["lm_head"]))
+    before, zeros = codes_of(model), zero_points_of(model)
+    result = distill(model, original, BATCHES, QUICK)
+    assert result.zero_points == result.scales > 0 and result.after < result.before
+    assert result.after == pytest.approx(divergence(model, original, IDS[-1:]), rel=1e-3)
+    assert all(torch.equal(before[n], codes) for n, codes in codes_of(model).items())
+    assert all(not torch.equal(zeros[n], zero) for n, zero in zero_points_of(model).items())
+    ModelExporter(None, tmp_path).export_safetensors_model(model)
+    read = ModelImporter(tmp_path, "safetensors").import_model_info(copy_of(original))
+    with torch.no_grad():
+        assert torch.equal(read(IDS).logits, model(IDS).logits)
+
+
+def test_integer_zero_points_stay(pair):
+    model, original = pair(preset("uint4_wo_32"))
+    zeros = zero_points_of(model)
+    assert distill(model, original, BATCHES, FEW).zero_points == 0
+    assert all(torch.equal(zeros[n], zero) for n, zero in zero_points_of(model).items())
 
 
 def test_the_same_data_gives_the_same_bits(pair):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,11 +55,13 @@ class Finish(NamedTuple):
     """A finish that trains some parameters against the predictions of the original.
 
     Attributes:
+        sequences: Number of sequences of its data.
         trained: Sequences that gradients are computed for, each as often as it is.
         judged: Sequences that are measured, likewise.
         parameters: Number of values that train, at most.
     """
 
+    sequences: int
     trained: int
     judged: int
     parameters: int
@@ -162,7 +165,7 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
             flops += run.attends * once
             steps.append(Step("scales of the cache", memory, stores, flops, 0.0, PASS_READS, 1.0))
     steps.append(Step("rounding", 8 * element + leaving, solver_flops=quantize, reads=reads))
-    steps += [] if run.finish is None else [_finish(run, run.finish, streams)]
+    steps += [] if run.finish is None else [_finish(run, run.finish, limit, streams)]
     steps += [evaluation] if evaluation else []
     if run.tokenizer:
         steps.append(Step("reading the tokenizer", run.tokenizer, reads=0))
@@ -173,13 +176,14 @@ def list_steps(run: Run, limit: int, streams: bool) -> list[Step]:
     return steps
 
 
-def _finish(run: Run, finish: Finish, streams: bool) -> Step:
+def _finish(run: Run, finish: Finish, limit: int, streams: bool) -> Step:
     """Return the step that trains parameters against the predictions of the original.
 
     Each sequence runs alone. The graph holds the tensors of a sequence, and of each weight its
     values before and after the trained scales, these scales expanded, and gradients. Of a model
     that is read in parts there is the graph of one block, which runs once more for it. Each
-    parameter has a gradient, two moments, and its values at the start and at the best step.
+    parameter has a gradient, two moments, and its values at the start and at the best step. The
+    original predicts a sequence once if the limit of activations has room for its logits.
     """
     model, data = run.model, run.data
     one = data._replace(tokens=data.length, batch=data.length)
@@ -191,12 +195,16 @@ def _finish(run: Run, finish: Finish, streams: bool) -> Step:
     graph = (max if streams else sum)([0, *graphs])
     logits = (2 * data.itemsize + 6 * FLOAT32) * one.batch * data.labels
     state = 6 * FLOAT32 * finish.parameters
-    count = 2 * finish.judged + (4 + streams) * finish.trained
+    kept = min(finish.sequences, limit // max(one.logits, 1))
+    asked = finish.judged + finish.trained
+    predicted = kept + math.ceil(asked * (1 - kept / max(finish.sequences, 1)))
+    count = predicted + finish.judged + (3 + streams) * finish.trained
     return Step(
         "distillation",
         graph + logits + state + _pass_memory(run._replace(data=one), True),
+        kept * one.logits,
         flops=count * _model_flops(model, one),
-        reads=2 * finish.judged + 3 * finish.trained,
+        reads=predicted + finish.judged + 2 * finish.trained,
         passes=count * data.length / max(data.tokens, 1),
     )
 
