@@ -39,6 +39,9 @@ WEIGHTS = {
 BLOCKS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 # Schemes of 8 bits with static ranges -> the name of auto-round.
 STATIC = {"fp8": "FP8_STATIC", W8A8: "INT8_W8A8"}
+# Schemes of fp8 -> the name of llm-compressor.
+FP8 = {"fp8": "FP8", "ptpc_fp8": "FP8_DYNAMIC"}
+INT8 = "int8_wo"  # weights per channel
 # Schemes of such blocks for weights alone -> the same.
 WEIGHT_BLOCKS = {"mxfp4_weight_only": ("MXFP4", "MXFP4A16")}
 # Schemes of super-blocks -> the type in llama.cpp, and the one it takes for other inputs.
@@ -55,6 +58,7 @@ MODELOPT = {
     "awq": "INT4_AWQ_CFG",
     "smoothquant": "INT8_SMOOTHQUANT_CFG",
     "maximum": "FP8_DEFAULT_CFG",
+    "maximum of rows": "INT8_WEIGHT_ONLY_CFG",
 }
 
 
@@ -106,6 +110,8 @@ def auto_round(task: Task) -> Steps:
         bits, symmetric, group, _ = WEIGHTS[task.scheme]
         how = {"scheme": "W4A16", "bits": bits, "sym": symmetric}
         how["group_size"] = task.group_size(group)
+    elif task.scheme == INT8:
+        how = {"scheme": "W8A16", "bits": 8, "sym": True, "group_size": -1}
     elif task.scheme in WEIGHT_BLOCKS:
         how = {"scheme": WEIGHT_BLOCKS[task.scheme][0], "act_bits": 16}
     else:
@@ -135,15 +141,15 @@ def llm_compressor(task: Task) -> Steps:
         given |= {"targets": ["Linear"], "scheme": BLOCKS[task.scheme]}
     elif task.scheme in WEIGHT_BLOCKS:
         given |= {"targets": ["Linear"], "scheme": WEIGHT_BLOCKS[task.scheme][1]}
-    elif task.scheme == "fp8":
-        given |= {"targets": ["Linear"], "scheme": "FP8"}
+    elif task.scheme in FP8:
+        given |= {"targets": ["Linear"], "scheme": FP8[task.scheme]}
     else:
         how, inputs = {"strategy": "channel", "num_bits": 8}, None
         if task.scheme in WEIGHTS:
             bits, symmetric, group, _ = WEIGHTS[task.scheme]
             how = {"strategy": "group", "group_size": task.group_size(group)}
             how |= {"num_bits": bits, "symmetric": symmetric}
-        else:
+        elif task.scheme != INT8:
             whole = {"num_bits": 8, "strategy": "tensor", "dynamic": False, "observer": "minmax"}
             inputs = QuantizationArgs(**whole)
         weights = QuantizationArgs(**how)
@@ -309,11 +315,15 @@ _GROUPED = [*WEIGHTS, *BLOCKS, *WEIGHT_BLOCKS]
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
-        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in (*_GROUPED, *STATIC)},
+        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in (*_GROUPED, *STATIC, INT8)},
     ),
     "llm-compressor": (
         llm_compressor,
-        {**dict.fromkeys(_GROUPED, _GPTQ), W8A8: _SMOOTH | _SMOOTH_GPTQ, "fp8": {"": []} | _GPTQ},
+        {
+            **dict.fromkeys(_GROUPED, _GPTQ),
+            **dict.fromkeys((*FP8, INT8), {"": []} | _GPTQ),
+            W8A8: _SMOOTH | _SMOOTH_GPTQ,
+        },
     ),
     "amd-quark": (
         amd_quark,
@@ -331,6 +341,7 @@ PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
             **dict.fromkeys(("int4_wo_128", "int4_wo_64"), _AWQ),
             W8A8: _named("smoothquant"),
             "fp8": _named("maximum"),
+            INT8: _named("maximum of rows"),
         },
     ),
 }
