@@ -37,10 +37,9 @@ WEIGHTS = {
 }
 # Schemes of blocks of fp4, whose inputs are rounded too -> the name of auto-round, llm-compressor.
 BLOCKS = {"mxfp4": "MXFP4", "nvfp4": "NVFP4"}
-# Schemes of 8 bits with static ranges -> the name of auto-round.
-STATIC = {"fp8": "FP8_STATIC", W8A8: "INT8_W8A8"}
-# Schemes of fp8 -> the name of llm-compressor.
-FP8 = {"fp8": "FP8", "ptpc_fp8": "FP8_DYNAMIC"}
+# Schemes of 8 bits for weights and inputs -> the name of auto-round, and of llm-compressor.
+EIGHT = {"fp8": "FP8_STATIC", "ptpc_int8": "INT8_W8A8"}
+PRESETS = {"fp8": "FP8", "ptpc_fp8": "FP8_DYNAMIC", "ptpc_int8": "INT8"}
 INT8 = "int8_wo"  # weights per channel
 # Schemes of such blocks for weights alone -> the same.
 WEIGHT_BLOCKS = {"mxfp4_weight_only": ("MXFP4", "MXFP4A16")}
@@ -115,7 +114,7 @@ def auto_round(task: Task) -> Steps:
     elif task.scheme in WEIGHT_BLOCKS:
         how = {"scheme": WEIGHT_BLOCKS[task.scheme][0], "act_bits": 16}
     else:
-        how = {"scheme": (BLOCKS | STATIC)[task.scheme]}
+        how = {"scheme": (BLOCKS | EIGHT)[task.scheme]}
     [algorithm] = task.algorithms
     if algorithm["name"] == "awq":
         how["alg_configs"] = "awq,rtn"
@@ -141,8 +140,8 @@ def llm_compressor(task: Task) -> Steps:
         given |= {"targets": ["Linear"], "scheme": BLOCKS[task.scheme]}
     elif task.scheme in WEIGHT_BLOCKS:
         given |= {"targets": ["Linear"], "scheme": WEIGHT_BLOCKS[task.scheme][1]}
-    elif task.scheme in FP8:
-        given |= {"targets": ["Linear"], "scheme": FP8[task.scheme]}
+    elif task.scheme in PRESETS:
+        given |= {"targets": ["Linear"], "scheme": PRESETS[task.scheme]}
     else:
         how, inputs = {"strategy": "channel", "num_bits": 8}, None
         if task.scheme in WEIGHTS:
@@ -315,14 +314,14 @@ _GROUPED = [*WEIGHTS, *BLOCKS, *WEIGHT_BLOCKS]
 PEERS: dict[str, tuple[Callable[[Task], Steps], dict[str, Algorithms]]] = {
     "auto-round": (
         auto_round,
-        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in (*_GROUPED, *STATIC, INT8)},
+        {s: (_AWQ if s in _INT4 else {}) | _AUTOROUND for s in (*_GROUPED, *EIGHT, INT8)},
     ),
     "llm-compressor": (
         llm_compressor,
         {
             **dict.fromkeys(_GROUPED, _GPTQ),
-            **dict.fromkeys((*FP8, INT8), {"": []} | _GPTQ),
-            W8A8: _SMOOTH | _SMOOTH_GPTQ,
+            **dict.fromkeys((*PRESETS, INT8), {"": []} | _GPTQ),
+            **dict.fromkeys((W8A8, "ptpc_int8"), {"": []} | _GPTQ | _SMOOTH | _SMOOTH_GPTQ),
         },
     ),
     "amd-quark": (

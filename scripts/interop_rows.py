@@ -188,6 +188,7 @@ TABLE: tuple[tuple[str, str, Expected, tuple[str, ...]], ...] = (
     ("vllm", CT, OTHER_INPUTS, ("mxfp4_weight_only",)),
     ("vllm", CT, EXACT, tuple(f"int{bits}_wo_128" for bits in (2, 3, 5, 6, 7))),
     ("vllm", CT, EXACT, ("int4_wo_128" + ROTATED,)),
+    ("vllm", CT, TIES, (W8A8 + ROTATED, "mxfp4" + ROTATED)),
     ("vllm", CT, LACKS, ("nvfp4_weight_only", "fp8_wo", "mxfp8")),
     ("vllm", CT, LACKS, ("w_int4_per_group_a_int8_per_token_dynamic",)),
     ("vllm", "modelopt", TIES, ("fp8", "nvfp4")),

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
+from quark.torch.graph.checkpointing import checkpointed
 from quark.torch.graph.float_products import float_products
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import WHOLE, Part, residency_of, resident
@@ -55,12 +55,7 @@ class TrainedModel:
                 values = {f"module.{n}": x for n, x in self._trained.values(part).items()}
                 return functional_call(plain, values, args, kwargs)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return run(*args, **kwargs)
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-        return forward
+        return checkpointed(run)
 
 
 class _Bound(nn.Module):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from quark.torch.graph.checkpointing import checkpointed
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import float_products
 from quark.torch.graph.replay import replace_forwards
@@ -148,7 +148,8 @@ class _Ending(NamedTuple):
         last = last.detach().requires_grad_()
         outputs: list[Any] = []
         forwards = {name: self._skip(name, last) for name in self.part.names}
-        forwards |= {name: self._checkpoint(name) for part in self.later for name in part.names}
+        later = (name for part in self.later for name in part.names)
+        forwards |= {n: checkpointed(self.model.get_submodule(n).forward) for n in later}
         hook = self.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         # What the gradient passes stays; blocks run again when it passes them.
         kept = resident(self.model, *around(self.model, list(forwards)))
@@ -177,19 +178,6 @@ class _Ending(NamedTuple):
             return self.arguments.wrap(name, x)
 
         return forward
-
-    def _checkpoint(self, name: str) -> Callable[..., Any]:
-        """Return a forward that keeps no graph: it runs again in the backward pass."""
-        own = self.model.get_submodule(name).forward
-
-        def copy(value: Any) -> Any:
-            return value.clone() if isinstance(value, torch.Tensor) else value
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # Copies, because the block runs again on tensors that it may write to in place.
-            return own(*map(copy, args), **{key: copy(value) for key, value in kwargs.items()})
-
-        return lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}
+_GPTQ = {"name": "gptq", "choose_damping": True, "random_tokens": 0.5}
 _YAQA = {"name": "yaqa", "choose_damping": True, "random_tokens": 0.5}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
 _STRONG_SMOOTH = {"name": "smooth", "alpha": 0.7, "random_tokens": 0.5}
@@ -22,7 +23,7 @@ _R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 # made whose name ends in "_rotated". Reasons: docs/mixed-precision.md. A check fails if
 # benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
-    "w8": ("int8_wo", ()),
+    "w8": ("int8_wo", (_GPTQ,)),
     "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
     "w3": ("int3_wo_signed_128", (_YAQA,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
@@ -30,7 +31,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
     "w4a4": ("int4_wa_signed_128", (_AWQ, _YAQA)),
     "w4a4_rotated": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
-    "fp8": ("ptpc_fp8", ()),
+    "fp8": ("ptpc_fp8", (_GPTQ,)),
     "mxfp4": ("mxfp4", (_AWQ, _YAQA)),
     "mxfp4_rotated": ("mxfp4", (_SMOOTH, _BLOCKS, _YAQA)),
     "nvfp4": ("nvfp4", (_AWQ, _YAQA)),
