@@ -75,7 +75,13 @@ def advice(name, algorithms=(), **facts):
             ["smoothquant"],
         ),
         ("int8", {"inputs": inputs(error=0.01, ratio=50)}, ["each row"], ["smoothquant", "token"]),
-        ("ptpc_int8", {"inputs": inputs()}, ["exclude"], ["ptpc", "clipped"]),
+        ("ptpc_int8", {"inputs": inputs()}, ["--recipe w8a8_dynamic", "exclude"], ["clipped"]),
+        (
+            "ptpc_int8",
+            {"inputs": inputs(), "algorithms": ["smooth", "gptq"]},
+            ["exclude"],
+            ["ptpc", "clipped"],
+        ),
     ],
 )
 def test_what_to_try(name, facts, said, not_said):
