@@ -15,7 +15,8 @@ from quark.torch.pipeline.batches import run_batch
 class OriginalPredictions:
     """The logits of the original for sequences that are asked for again and again.
 
-    Those of the first sequences are kept, as many as the limit of activations has room for.
+    Those of the first sequences are kept in main memory, as many as the limit of activations has
+    room for.
 
     Args:
         original: The float model.
@@ -25,7 +26,7 @@ class OriginalPredictions:
         self._original = original
         residency = residency_of(original)
         self._room = current_limit() if residency is None else residency.activation_limit
-        self._kept: dict[int, tuple[Any, torch.Tensor]] = {}  # by id of the sequence
+        self._kept: dict[int, tuple[Any, torch.Tensor, torch.device]] = {}  # by id of the sequence
 
     def keeps(self, sequence: Any) -> bool:
         """Whether the logits for a sequence are there, so that the original does not run."""
@@ -39,13 +40,14 @@ class OriginalPredictions:
             ValueError: The model returns no logits.
         """
         if self.keeps(sequence):
-            return self._kept[id(sequence)][1]
+            logits, device = self._kept[id(sequence)][1:]
+            return logits.to(device)
         logits = logits_of(run_batch(self._original, sequence))
         release(self._original)
         if logits.nbytes <= self._room:
             self._room -= logits.nbytes
             # With the sequence, so that no other one gets its id.
-            self._kept[id(sequence)] = sequence, logits
+            self._kept[id(sequence)] = sequence, logits.cpu(), logits.device
         return logits
 
 
