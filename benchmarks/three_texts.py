@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import tempfile
 from dataclasses import replace
@@ -45,6 +44,7 @@ import rivals
 import second
 import torch
 from algorithms import plant_outliers
+from kept_rows import Row, check_kept, keep, kept
 from measure import Meter, in_fresh_process, machine, markdown, say
 from preparations import NONE, PREPARATIONS, options_of, preparation
 from real_model import FOLDER, fetch_model
@@ -59,7 +59,6 @@ from quark.torch.evaluation.sampling import sample_sequences
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.group_fit import fit_group_sizes, fit_super_blocks
 
-KEPT = Path(__file__).with_suffix(".json")
 LENGTH = 256  # tokens of a window
 PARTS = 7  # of the documents for calibration, of which one is taken
 # Model with a name -> windows for calibration, and for each text.
@@ -90,8 +89,6 @@ ASKED = {
     "amd-quark": ("gptq",),
     "llama.cpp": ("", "importance"),
 }
-
-Row = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
@@ -126,6 +123,7 @@ def arguments() -> argparse.Namespace:
         default=0,
         help="sequences that the model writes itself, beside the docstrings; none for --peer",
     )
+    parser.add_argument("--anew", action="store_true", help="drop kept rows of other weights")
     parser.add_argument("--kept", action="store_true", help="measure nothing; print kept rows")
     return parser.parse_args()
 
@@ -315,28 +313,6 @@ def mean_log(row: Row) -> float:
     return mean(mean(map(math.log, text["kl"])) for text in row["texts"].values())
 
 
-def kept() -> dict[str, Any]:
-    """Return the measurements by name of the model."""
-    return json.loads(KEPT.read_text("utf-8")) if KEPT.is_file() else {}
-
-
-def keep(name: str, bench: Bench, row: Row) -> None:
-    """Write a row to the file, in place of the one with the same scheme and algorithms."""
-    models = kept()
-    models[name] = {
-        "vocabulary": bench.model.config.vocab_size,
-        "float": bench.base,
-        "rows": [*(r for r in models.get(name, {}).get("rows", ()) if not is_same(r, row)), row],
-    }
-    KEPT.write_text(json.dumps(models).replace('{"scheme"', '\n{"scheme"') + "\n", "utf-8")
-
-
-def is_same(row: Row, other: Row) -> bool:
-    """Return whether two rows quantize in the same way, on the same data."""
-    keys = ("software", "scheme", "algorithms", "part", "sampled")
-    return all(row.get(key) == other.get(key) for key in keys)
-
-
 def show(name: str, model: dict[str, Any], rows: list[Row]) -> None:
     """Print the table of some rows of a model."""
     print(*sorted({row["machine"] for row in rows}), sep="; ", end="\n\n")
@@ -357,11 +333,13 @@ def main() -> None:
         return
     finish = [{"name": FINISH, "iters": options.finish}] if options.finish else []
     bench, rows = Bench(options.model, options.part, options.sampled), []
+    if options.model in MODELS:
+        check_kept(options.model, bench.base, options.anew)
 
     def add(row: Row) -> None:
         rows.append(row)
         if options.model in MODELS:
-            keep(options.model, bench, row)
+            keep(options.model, bench.model.config.vocab_size, bench.base, row)
 
     for scheme in schemes:
         own = SCHEMES.get(scheme.split(":")[0], (NONE,))

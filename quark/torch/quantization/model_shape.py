@@ -87,15 +87,10 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
 def measure_selected(model: nn.Module, layers: Layers) -> ModelShape:
     """Return the shapes of a model and of layers that ``selected`` has chosen, inside of it.
 
-    Layers share an input if their names are those of projections that models fuse; others read
-    inputs of their own, which is the larger estimate.
+    Layers share an input if their names are those of projections that models fuse, and they round it
+    alike; others read inputs of their own, which is the larger estimate.
     """
-    inputs = {
-        name: members[0]
-        for group in fused_projections()
-        for members in group_by_parent(layers, group)
-        for name in members
-    }
+    inputs = _first_readers(layers)
     shares = _expert_shares(model)
     modules = dict(model.named_modules())
     shapes = {n: _shape_of(modules[n], inputs.get(n, n), shares.get(n, 1.0)) for n in layers}
@@ -116,6 +111,17 @@ def measure_selected(model: nn.Module, layers: Layers) -> ModelShape:
         around_largest=max(outside.values(), default=0),
         quantized_around=layers_of[""],
     )
+
+
+def _first_readers(layers: Layers) -> dict[str, str]:
+    """Map each layer of fused projections to the first of them that rounds its inputs alike."""
+    first: dict[str, str] = {}
+    for group in fused_projections():
+        for members in group_by_parent(layers, group):
+            for name in members:
+                spec = layers[name].input_tensors
+                first[name] = next(m for m in members if layers[m].input_tensors == spec)
+    return first
 
 
 def describe_data(model: nn.Module, tokens: int, batch: int, length: int, blocks: int) -> DataShape:

@@ -29,6 +29,18 @@ def test_layers_share_the_inputs_that_they_read(build, config_of):
     assert len(shape.blocks[0].input_widths) == 7 - shared == 4
 
 
+def test_layers_that_round_one_input_differently_have_sums_of_their_own(build, config_of):
+    model, config = build("llama"), config_of("mxfp4")
+    plain = measure_model(model, config).blocks[0]
+    config.layer_quant_config = {
+        "*.v_proj": config_of("w_int8_a_int8_per_tensor_sym").global_quant_config
+    }
+    mixed = measure_model(model, config).blocks[0]
+    extra = model.config.hidden_size
+    assert sorted(mixed.input_widths) == sorted([*plain.input_widths, extra])
+    assert mixed.grams == plain.grams + 4 * extra**2
+
+
 def test_experts_take_their_part_of_the_tokens(build, config_of):
     model = build("mixtral", num_local_experts=4, num_experts_per_tok=2)
     block = measure_model(model, config_of("int4_wo_32")).blocks[0]
