@@ -87,5 +87,5 @@ def test_statistics(divided, plain, batches):
         collect_statistics(plain(), batches),
         collect_statistics(divided(plain()), batches),
     )
-    assert there.sensitivities == here.sensitivities
+    assert there.probes == here.probes
     assert all(there.inputs[name].total.equal(gram.total) for name, gram in here.inputs.items())

@@ -216,7 +216,7 @@ def test_statistics_and_costs(kind, batches, tmp_path):
             state = {name: t.clone() for name, t in model.state_dict().items()}
         results.append((statistics, costs, state))
     (expected, expected_costs, expected_state), (found, costs, state) = results
-    assert found.model == expected.model and found.sensitivities == expected.sensitivities
+    assert found.model == expected.model and found.probes == expected.probes
     assert costs == expected_costs
     for name, gram in expected.inputs.items():
         assert torch.equal(found.inputs[name].total, gram.total)

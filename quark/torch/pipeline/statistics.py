@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 
 class Probe(NamedTuple):
-    """The effect on the model of rounding the weights of one unit alone.
+    """The effect on the model of rounding the weights of one unit alone to a few bits.
 
     Attributes:
         divergence: KL divergence from the predictions of the float model, summed over tokens, nats.
@@ -53,12 +53,15 @@ class Statistics:
         inputs: Sums over the tokens of inputs, by first reader, in memory or on disk.
         tokens: Number of these tokens, by first reader.
         units: Layers that share a format: corresponding layers of experts, else one layer each.
-        probes: Layer to the effect of rounding its unit alone. Empty if it was not measured.
+        probes: Layer to the effect of rounding its unit alone to two bits. Empty if it was not
+            measured.
         samples: A sample of the tokens of inputs by first reader, (tokens, inputs) in the dtype of
             the model. Layers that no data reached are left out.
         ranges: Ranges of inputs by first reader, and of the outputs of all layers, without
             padding, by ``tensor_key``. Layers that no data reached are left out.
         letters: Script to the number of its letters in the data; empty if the text is not known.
+        fine_probes: Layer to the effect of rounding its unit alone to four bits. Empty if it was
+            not measured, as by earlier versions.
     """
 
     model: Mapping[str, str]
@@ -71,11 +74,27 @@ class Statistics:
     samples: Mapping[str, torch.Tensor]
     ranges: Mapping[str, TensorRange]
     letters: Mapping[str, int] = field(default_factory=dict)
+    fine_probes: Mapping[str, Probe] = field(default_factory=dict)
 
-    @cached_property
-    def sensitivities(self) -> dict[str, float]:
-        """Layer to its sensitivity; see ``Probe``."""
-        return {name: probe.sensitivity for name, probe in self.probes.items()}
+    def loss(self, name: str, error: float) -> float:
+        """Return what predictions lose if the outputs of a unit change, in nats per token.
+
+        It is the power law through both probes between their errors, and proportional to the error
+        beyond, or with one probe.
+
+        Args:
+            name: Name of a layer of the unit, with probes.
+            error: Squared error of the outputs of its unit, summed over all tokens of the data.
+        """
+        coarse, fine = self.probes[name], self.fine_probes.get(name, self.probes[name])
+        if error <= fine.error:
+            return max(error, 0.0) * fine.sensitivity
+        if error >= coarse.error or not coarse.sensitivity or not fine.sensitivity:
+            return error * coarse.sensitivity
+        share = math.log(error / fine.error) / math.log(coarse.error / fine.error)
+        return error * math.exp(
+            (1 - share) * math.log(fine.sensitivity) + share * math.log(coarse.sensitivity)
+        )
 
     def check(self, model: nn.Module, batches: Iterable[Any] | None = None) -> None:
         """Raise if the statistics belong to another model or to other data.

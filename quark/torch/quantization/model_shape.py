@@ -87,8 +87,8 @@ def measure_model(model: nn.Module, config: Config) -> ModelShape:
 def measure_selected(model: nn.Module, layers: Layers) -> ModelShape:
     """Return the shapes of a model and of layers that ``selected`` has chosen, inside of it.
 
-    Layers share an input if their names are those of projections that models fuse, and they round it
-    alike; others read inputs of their own, which is the larger estimate.
+    Layers share an input if their names are those of projections that models fuse, and they round
+    it alike; others read inputs of their own, which is the larger estimate.
     """
     inputs = _first_readers(layers)
     shares = _expert_shares(model)

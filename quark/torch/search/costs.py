@@ -3,8 +3,8 @@
 A change D of a weight W causes the squared error tr(D G Dᵀ) of the outputs, summed over tokens,
 with G the sum of x xᵀ over the inputs x. If inputs become x + e too, outputs change by
 D x + (W + D) e, and the additional error is measured on a sample of the inputs. The loss of a
-format, in nats per token, is its squared error times the sensitivity of the predictions, which was
-measured once under coarse rounding.
+format, in nats per token, follows from its squared error and from the loss that was measured once
+under coarse rounding (``Statistics.loss``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quark.torch.quantization.preparation import (
     restore_layers,
     select_layers,
 )
-from quark.torch.statistics.sensitivities import round_to_nearest, weight_error
+from quark.torch.statistics.block_errors import round_to_nearest, weight_error
 
 
 class Cost(NamedTuple):
@@ -48,11 +48,11 @@ class Cost(NamedTuple):
 
     Attributes:
         bits: Stored bits of the weight: codes, scales, zero points.
-        loss: Loss in nats per token.
+        error: Squared error of the outputs, summed over all tokens of the data.
     """
 
     bits: int
-    loss: float
+    error: float
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _compute_cost(
     sample = statistics.sample(name)
     if layer.input_quantizer is not None and sample is not None:
         error += input_error(layer, weight, sample) * gram.tokens / len(sample)
-    return Cost(bits, max(error, 0.0) * statistics.sensitivities[name])
+    return Cost(bits, max(error, 0.0))
 
 
 def input_error(layer: FakeQuantizedLayer, weight: torch.Tensor, x: torch.Tensor) -> float:

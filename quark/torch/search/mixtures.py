@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -143,7 +144,7 @@ def measure_costs(
             the statistics are of another model, lack sensitivities or lack static ranges.
     """
     check_formats(formats)
-    if not statistics.sensitivities:
+    if not statistics.probes:
         raise ValueError(
             "These statistics were collected without sensitivities (probes=0): collect them with "
             "probes=2 (quark collect --probes 2)."
@@ -166,7 +167,8 @@ def measure_costs(
         }
         sizes = {name: model.get_submodule(name).weight.numel() for name in layers}  # type: ignore[operator]
     shares = read_shares(statistics)
-    return [_make_unit(unit, sizes, costs, shares) for unit in units]
+    owners = {name: unit[0] for unit in statistics.units for name in unit}
+    return [_make_unit(unit, sizes, costs, shares, statistics, owners) for unit in units]
 
 
 def mixed_config(
@@ -279,6 +281,8 @@ def _make_unit(
     sizes: Mapping[str, int],
     costs: Mapping[str, Mapping[str, Cost]],
     shares: Mapping[str, float],
+    statistics: Statistics,
+    owners: Mapping[str, str],
 ) -> Unit:
     fitting = {
         fmt: [of_layer[name] for name in names]
@@ -290,6 +294,26 @@ def _make_unit(
         names,
         weights,
         {fmt: sum(cost.bits for cost in of_layers) for fmt, of_layers in fitting.items()},
-        {fmt: sum(cost.loss for cost in of_layers) for fmt, of_layers in fitting.items()},
+        {fmt: _sum_losses(names, costs[fmt], statistics, owners) for fmt in fitting},
         sum(sizes[name] * shares[name] for name in names) / weights,
     )
+
+
+def _sum_losses(
+    names: Iterable[str],
+    costs: Mapping[str, Cost],
+    statistics: Statistics,
+    owners: Mapping[str, str],
+) -> float:
+    """Return the loss of layers in a format: of experts together, of other layers one by one.
+
+    Args:
+        names: The layers.
+        costs: Their costs, by name.
+        statistics: The statistics.
+        owners: Layer to the first layer of its unit in the statistics.
+    """
+    errors: dict[str, float] = defaultdict(float)
+    for name in names:
+        errors[owners[name]] += costs[name].error
+    return sum(statistics.loss(owner, error) for owner, error in errors.items())

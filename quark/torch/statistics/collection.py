@@ -50,7 +50,6 @@ from quark.torch.pipeline.tensor_ranges import TensorRange
 from quark.torch.quantization.calibration import compute_weight_scales, disabled_quantizers
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
-from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.nn.experts import corresponding_experts, temporarily_split_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import input_axis, is_linear
@@ -62,11 +61,18 @@ from quark.torch.quantization.preparation import (
     replace_layers,
     restore_layers,
 )
-from quark.torch.statistics.sensitivities import PROBES, measure_probes
+from quark.torch.statistics.block_errors import (
+    COARSE,
+    BlockErrors,
+    Unit,
+    coarse_spec,
+    measure_block_errors,
+)
+from quark.torch.statistics.sensitivities import PROBES, Probes, measure_probes
 
-COARSE_GROUP = 64  # group size of the coarse rounding
 _RANGE = 2 * BINS * 8  # bytes of a histogram
 TOKENS = 512  # size of the sample of inputs of each layer
+ERROR_TOKENS = 1024  # on which the errors of blocks are measured, at least
 
 
 def collect_statistics(
@@ -78,10 +84,10 @@ def collect_statistics(
 ) -> Statistics:
     """Collect the statistics of a float model that algorithms and searches need.
 
-    Data runs through each decoder block once. Then the first calls of the model are repeated for
-    each layer, from its block on. Main memory holds 4 · inputs² bytes of sums and up to 2048 ·
-    inputs bytes of tokens for each tensor that linear layers of decoder blocks read, 32 kB for each
-    range, and 8 bytes for each channel.
+    Data runs through each decoder block once, and a part of it again for each layer of the block.
+    Then the first calls of the model are repeated for a few layers, from their blocks on. Main
+    memory holds 4 · inputs² bytes of sums and up to 2048 · inputs bytes of tokens for each tensor
+    that linear layers of decoder blocks read, 32 kB for each range, and 8 bytes for each channel.
 
     Args:
         model: A float model, on any device. It is unchanged afterwards.
@@ -115,20 +121,14 @@ def collect_statistics(
         )
         try:
             with _prepared(model, offload_dir):
-                inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
+                rounded = units if probes else ()
+                inputs = _observe(model, structure, Chunks(batches), rounded, check_size)
                 calls = list(islice(flatten_batches(batches), probes))
-                grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
-                measured = (
-                    measure_probes(model, structure.blocks, units, calls, grams) if calls else {}
-                )
+                measured = measure_probes(model, structure.blocks, inputs.errors, calls)
         finally:
             restore_layers(model)
-    ranges = {key: tensor for key, tensor in inputs.ranges.items() if not tensor.is_empty}
-    tokens = {name: gram.tokens for name, gram in inputs.grams.items()}
-    return Statistics(
-        digests, data, inputs.readers, inputs.grams, tokens, units, measured, inputs.samples, ranges
-    )
+    return inputs.assemble(digests, data, units, measured)
 
 
 @contextmanager
@@ -171,16 +171,7 @@ def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]
 def _make_coarse_config(layer: Any) -> QuantizationConfig:
     """Return a configuration that rounds the weight of a layer to two bits."""
     inputs = layer.weight.shape[input_axis(type(layer))]
-    size = COARSE_GROUP if inputs % COARSE_GROUP == 0 else inputs
-    spec = QuantizationSpec(
-        "int2",  # type: ignore[arg-type]
-        qscheme="per_group",  # type: ignore[arg-type]
-        ch_axis=-1,
-        group_size=size,
-        symmetric=True,
-        is_dynamic=False,
-    )
-    return QuantizationConfig(weight=spec)
+    return QuantizationConfig(weight=coarse_spec(inputs, COARSE))
 
 
 class _Activations(NamedTuple):
@@ -191,12 +182,31 @@ class _Activations(NamedTuple):
         grams: Sums by first reader.
         samples: Tokens by first reader.
         ranges: Ranges by ``tensor_key``.
+        errors: What rounding a unit does to the outputs of its block.
     """
 
     readers: dict[str, str]
     grams: dict[str, Gram]
     samples: dict[str, torch.Tensor]
     ranges: dict[str, TensorRange]
+    errors: dict[Unit, BlockErrors]
+
+    def assemble(
+        self, digests: Mapping[str, str], data: str, units: tuple[Unit, ...], measured: Probes
+    ) -> Statistics:
+        """Return the statistics; see there."""
+        return Statistics(
+            digests,
+            data,
+            self.readers,
+            self.grams,
+            {name: gram.tokens for name, gram in self.grams.items()},
+            units,
+            measured.coarse,
+            self.samples,
+            {key: tensor for key, tensor in self.ranges.items() if not tensor.is_empty},
+            fine_probes=measured.fine,
+        )
 
 
 def _size_on_disk(context: Context) -> int:
@@ -218,15 +228,16 @@ def _observe(
     model: nn.Module,
     structure: Structure,
     batches: Iterable[Any],
+    rounded: Iterable[Unit],
     check_size: Callable[[int], None] | None,
 ) -> _Activations:
-    """Run the data through all decoder blocks."""
+    """Run the data through all decoder blocks; measure the errors of blocks for some units."""
     layers = dict(quantized_layers(model))
     compute_scales = partial(compute_weight_scales, config=Config())
     context = Context(model, layers, structure, batches, Config(), compute_scales)
     if check_size is not None:
         check_size(_size_on_disk(context))
-    activations = _Activations({}, {}, {}, {})
+    activations = _Activations({}, {}, {}, {}, {})
     for block in run_blocks(model, structure.blocks, batches, "statistics"):
         inside = block_layers(context, block.name, lambda _: True)
         activations.readers.update(first_readers(inside, context))
@@ -234,6 +245,8 @@ def _observe(
             grams = collect_grams(context, block, inside)
         firsts = dict.fromkeys(activations.readers[name] for name in inside)
         activations.grams.update({first: grams[first].to("cpu") for first in firsts})
+        units = [unit for unit in rounded if unit[0] in inside]
+        activations.errors.update(measure_block_errors(block, units, inside, grams, ERROR_TOKENS))
     return activations
 
 
@@ -281,7 +294,7 @@ def _check_finite(name: str, tensor: str, target: TensorRange) -> Accumulator:
     return observe
 
 
-def _group_units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _group_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
     """Return the layers in units that share a format: all experts of a layer, or one layer each."""
     stacks = {
         name: name.rsplit(".", 2)[0] for names in corresponding_experts(model) for name in names

@@ -30,8 +30,10 @@ _KINDS = {
     "samples": list[str],
     "ranges": list[str],
     "letters": dict[str, int],
+    "fine_probes": dict[str, tuple[float, int, float]],
 }
-_LATER = {"letters": dict[str, int]()}  # what earlier files of this layout lack
+# What earlier files of this layout lack.
+_LATER: dict[str, Any] = {"letters": {}, "fine_probes": {}}
 
 T = TypeVar("T")
 
@@ -71,6 +73,7 @@ def save_statistics(statistics: Statistics, path: str | Path, overwrite: bool = 
         "samples": list(statistics.samples),
         "ranges": list(statistics.ranges),
         "letters": dict(statistics.letters),
+        "fine_probes": dict(statistics.fine_probes),
     }
     needed = sum(tensor.nbytes for tensor in tensors.values())
     with fresh_directory(path, overwrite, needed) as directory:
@@ -118,6 +121,7 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
         _LazyMapping(samples, lambda name: file.get_tensor(f"{name}.sample")),
         _LazyMapping(ranges, tensor_range),
         header["letters"],
+        {name: Probe(*probe) for name, probe in header["fine_probes"].items()},
     )
 
 
@@ -138,7 +142,8 @@ def _read_header(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{path}: {error} {anew}") from None
     layers, first = set(header["readers"]), set(header["tokens"])
-    named = {name for unit in header["units"] for name in unit} | set(header["probes"])
+    named = {name for unit in header["units"] for name in unit}
+    named |= {*header["probes"], *header["fine_probes"]}
     unknown = sorted((named - layers) | (set(header["readers"].values()) - first))
     unknown += sorted(set(header["samples"]) - first)
     if unknown:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -52,10 +52,11 @@ def merge_statistics(statistics: Iterable[Statistics]) -> Statistics:
         inputs,
         {name: gram.tokens for name, gram in inputs.items()},
         first.units,
-        {name: _merge_probes(parts, name) for name in first.probes},
+        _merge_probes([part.probes for part in parts]),
         {name: _merge_samples(parts, name) for name, gram in inputs.items() if gram.tokens},
         {key: tensor for key, tensor in ranges.items() if not tensor.is_empty},
         _merge_letters(parts),
+        _merge_probes([part.fine_probes for part in parts]),
     )
 
 
@@ -132,9 +133,14 @@ def _merge_ranges(parts: Iterable[Statistics], name: str, tensor: str) -> Tensor
     return merged
 
 
-def _merge_probes(parts: Iterable[Statistics], name: str) -> Probe:
-    divergences, tokens, errors = zip(*(part.probes[name] for part in parts), strict=True)
-    return Probe(sum(divergences), sum(tokens), sum(errors))
+def _merge_probes(parts: Sequence[Mapping[str, Probe]]) -> dict[str, Probe]:
+    """Return the sums of probes, without those that a part lacks."""
+    merged = {}
+    for name in parts[0]:
+        if all(name in part for part in parts):
+            divergences, tokens, errors = zip(*(part[name] for part in parts), strict=True)
+            merged[name] = Probe(sum(divergences), sum(tokens), sum(errors))
+    return merged
 
 
 def _merge_samples(parts: Sequence[Statistics], name: str) -> torch.Tensor:

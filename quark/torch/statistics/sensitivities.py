@@ -1,7 +1,9 @@
 """Sensitivities: what the predictions of a model lose if the weights of one unit are rounded.
 
-A unit is a layer, or all experts of a layer. A call that measures a unit begins at the block of the
-unit: earlier blocks return what they returned in the unchanged model, and do not compute.
+A unit is a layer, or all experts of a layer. A few units are measured; what others lose follows
+from the errors of the outputs of their blocks (``block_errors``, ``divergence_ratios``). A call
+that measures a unit begins at the block of the unit: earlier blocks return what they returned in
+the unchanged model, and do not compute.
 """
 
 from __future__ import annotations
@@ -11,24 +13,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from quark.torch.algorithm.layers import output_error, to_matrix
 from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.evaluation.output_head import OutputHead
-from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import resident
-from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, take_excerpt
 from quark.torch.pipeline.statistics import Probe
 from quark.torch.quantization.calibration import compute_weight_scales
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.statistics.block_errors import BlockErrors, Unit
+from quark.torch.statistics.divergence_ratios import block_of, choose_units, divergence_ratios
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +40,50 @@ _OTHER_TOKENS = 8  # of an excerpt that is shorter than another
 Receive = Callable[[torch.Tensor], None]  # takes log-probabilities, (tokens, classes) float32
 
 
+class Probes(NamedTuple):
+    """The effect of rounding each unit alone to two bits, and to four, by layer."""
+
+    coarse: dict[str, Probe]
+    fine: dict[str, Probe]
+
+
 @torch.no_grad()
 def measure_probes(
     model: nn.Module,
     blocks: Sequence[str],
-    units: Sequence[Sequence[str]],
+    errors: Mapping[Unit, BlockErrors],
     calls: Sequence[Any],
-    grams: Mapping[str, Gram],
-) -> dict[str, Probe]:
+) -> Probes:
     """Return the effect of rounding each unit alone, by layer.
+
+    The divergence of predictions is measured for a few units at two bits. All others follow from
+    the errors of the outputs of blocks.
 
     Args:
         model: The model, whose layers have quantizers of weights that are switched off.
         blocks: Its blocks in the order of execution.
-        units: Layers that are rounded together, all of one block, in the order of blocks.
+        errors: Unit to its effect on its block, in the order of blocks; may be empty.
         calls: Data of the calls that are measured.
-        grams: Sums over the inputs of each layer, by name.
     """
-    probes: dict[str, Probe] = {}
+    probes = Probes({}, {})
+    if not errors:
+        return probes
+    coarse = {unit: both.coarse.relative for unit, both in errors.items()}
+    measured, tokens = _measure(model, blocks, choose_units(blocks, coarse), calls)
+    ratios = divergence_ratios(blocks, coarse, measured)
+    for unit, both in errors.items():
+        ratio = ratios.get(block_of(unit[0], blocks), 0.0)
+        for probe, found in zip(both, probes, strict=True):
+            divergence = probe.relative * ratio * tokens
+            found |= dict.fromkeys(unit, Probe(divergence, tokens, probe.error))
+    return probes
+
+
+def _measure(
+    model: nn.Module, blocks: Sequence[str], units: Sequence[Unit], calls: Sequence[Any]
+) -> tuple[dict[Unit, float], int]:
+    """Return the divergence in nats per token for each unit that is rounded alone; the tokens."""
+    measured: dict[Unit, float] = {}
     expected = _Expected()
     with expected.store, _BlockOutputs(model, blocks) as outputs:
         head = OutputHead(model) if outputs.prove(calls[0]) else None
@@ -73,36 +100,21 @@ def measure_probes(
             layers = {name: _get_layer(model, name) for name in unit}
             with resident(model, *unit):
                 compute_weight_scales(layers, Config())
-                error = sum(
-                    weight_error(layer, round_to_nearest(layer), grams[name])
-                    for name, layer in layers.items()
-                )
             with _enable_weight_quantizers(layers.values()):
-                block = _block_of(unit[0], blocks)
-                divergence, tokens = expected.divergence(partial(run, block))
-            probes |= dict.fromkeys(unit, Probe(divergence, tokens, error))
+                measured[unit] = expected.divergence(partial(run, block_of(unit[0], blocks)))
             if number == 0:
                 _tell_time(time.monotonic() - start, units, blocks)
-    return probes
+    return measured, expected.tokens
 
 
 def _tell_time(first: float, units: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:
     """Tell the time that all units will take, given that of the first one."""
-    # Example: 4 blocks of 7 layers. A layer of the first block runs all 4, one of the last block 1:
-    # 28 layers take as long as 7 · (4 + 3 + 2 + 1) / 4 = 17.5 times the first one.
-    begins = [len(blocks) - _place(_block_of(unit[0], blocks), blocks) for unit in units]
+    # Example: 4 blocks with 2 units each. A unit of the first block runs all 4, one of the last
+    # block 1: 8 units take as long as 2 · (4 + 3 + 2 + 1) / 4 = 5 times the first one.
+    begins = [len(blocks) - blocks.index(block_of(unit[0], blocks)) for unit in units]
     seconds = first * sum(begins) / begins[0]
     if seconds >= LONG:
         logger.info("The sensitivities of %d layers take about %.0f s.", len(units), seconds)
-
-
-def _block_of(layer: str, blocks: Sequence[str]) -> str:
-    """Return the block that holds a layer, "" if none does."""
-    return next((block for block in blocks if is_inside(layer, block)), "")
-
-
-def _place(block: str, blocks: Sequence[str]) -> int:
-    return list(blocks).index(block) if block else 0
 
 
 class _BlockOutputs:
@@ -216,21 +228,6 @@ def _get_layer(model: nn.Module, name: str) -> FakeQuantizedLayer:
     return layer
 
 
-def round_to_nearest(layer: FakeQuantizedLayer) -> torch.Tensor:
-    """Return the weight of a layer with final scales, rounded to the nearest values."""
-    assert layer.weight_quantizer is not None
-    return layer.weight_quantizer.freeze_(layer.weight.detach().clone())
-
-
-def weight_error(layer: FakeQuantizedLayer, weight: torch.Tensor, gram: Gram) -> float:
-    """Return the squared error of the outputs of a layer under another weight, over all tokens."""
-    if gram.total is None:
-        return 0.0
-    change = weight.float() - layer.weight.detach().float()
-    rows = to_matrix(change, layer.input_axis)
-    return float(output_error(rows, gram.total.to(rows.device)))
-
-
 @contextmanager
 def _enable_weight_quantizers(layers: Iterable[FakeQuantizedLayer]) -> Iterator[None]:
     """Switch on the quantizers of weights inside the context."""
@@ -249,10 +246,11 @@ class _Expected:
 
     Attributes:
         store: Store for their log-probabilities.
+        tokens: Number of tokens that are predicted.
     """
 
     def __init__(self) -> None:
-        self.store = ActivationStore(current_limit() // 2)
+        self.store, self.tokens = ActivationStore(current_limit() // 2), 0
         self._parts: list[range] = []  # of each call: places in the store
 
     @contextmanager
@@ -262,12 +260,13 @@ class _Expected:
 
         def keep(log_probs: torch.Tensor) -> None:
             self.store[len(self.store)] = log_probs
+            self.tokens += len(log_probs)
 
         yield keep
         self._parts.append(range(first, len(self.store)))
 
-    def divergence(self, run: Callable[[int, Receive], None]) -> tuple[float, int]:
-        """Return the sum over tokens of KL(expected ‖ actual) in nats, and the number of tokens.
+    def divergence(self, run: Callable[[int, Receive], None]) -> float:
+        """Return the mean over tokens of KL(expected ‖ actual) in nats.
 
         Args:
             run: Takes the number of a call and a function, which gets its predictions in the same
@@ -280,8 +279,7 @@ class _Expected:
 
         for index, parts in enumerate(self._parts):
             run(index, partial(compare, iter(parts)))
-        values = torch.cat(divergences)
-        return float(values.sum()), len(values)
+        return float(torch.cat(divergences).mean())
 
 
 def predict(model: nn.Module, call: Any) -> torch.Tensor:

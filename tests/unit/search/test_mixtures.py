@@ -1,6 +1,7 @@
 """Costs of formats for layers, mixtures of them, and the configurations that say so."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -57,15 +58,29 @@ def error_of(name, layer, model, batches):
 @pytest.mark.parametrize("fmt", ["int3_wo_32", "bfloat16", *INPUTS])
 @pytest.mark.parametrize("model", ["llama", "opt", "gpt2"])
 @pytest.mark.sampled(3)
-def test_losses_are_errors_of_outputs_times_sensitivities(fmt, model, build, batches):
+def test_losses_are_those_of_the_errors_of_outputs(fmt, model, build, batches):
     statistics, layer = collect_statistics(build(model), batches), scheme(fmt)
     names = {"llama": ["1.mlp.down_proj"], "opt": ["0.fc2"], "gpt2": ["1.attn.c_attn"]}[model]
     units = measure_costs(build(model), statistics, {fmt: layer})
     (unit,) = (unit for unit in units if unit.layers[0].endswith(tuple(names)))
     (name,) = unit.layers
-    expected = error_of(name, layer, build(model), batches) * statistics.sensitivities[name]
+    expected = statistics.loss(name, error_of(name, layer, build(model), batches))
     assert expected > 0
     assert unit.losses[fmt] == pytest.approx(expected, rel=1e-3)
+
+
+def test_losses_lie_on_a_power_law_between_both_probes(statistics):
+    name, coarse = next(iter(statistics.probes.items()))
+    fine = statistics.fine_probes[name]
+    assert fine.error < coarse.error and fine.divergence < coarse.divergence
+    ends = [probe.divergence / probe.tokens for probe in (fine, coarse)]
+    for probe, loss in zip((fine, coarse), ends, strict=True):
+        assert statistics.loss(name, probe.error) == pytest.approx(loss)
+    middle = math.sqrt(fine.error * coarse.error)
+    assert statistics.loss(name, middle) == pytest.approx(math.sqrt(ends[0] * ends[1]))
+    assert statistics.loss(name, fine.error / 8) == pytest.approx(ends[0] / 8)
+    assert statistics.loss(name, 8 * coarse.error) == pytest.approx(8 * ends[1])
+    assert statistics.loss(name, 0.0) == 0.0
 
 
 def test_some_tokens_stand_for_all(build, monkeypatch):
@@ -110,7 +125,7 @@ def test_what_is_solved_loses_what_gptq_loses(build, statistics, units):
         change = model.get_parameter(f"{layer}.weight").detach() - before[f"{layer}.weight"]
         gram = statistics.inputs[statistics.readers[layer]].total
         error = float((change @ gram * change).sum())
-        assert unit.losses[name] == pytest.approx(error * statistics.sensitivities[layer], rel=1e-4)
+        assert unit.losses[name] == pytest.approx(statistics.loss(layer, error), rel=1e-4)
         assert unit.losses[name] < nearest.losses[name]
         assert unit.bits == nearest.bits
 

@@ -1,14 +1,18 @@
 """Statistics of a float model: what they hold, and what is solved with them alone."""
 
-import copy
+import math
 from functools import cache
+from statistics import mean, stdev
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from quark.demo.text import model_directory, training_documents
 from quark.torch import ModelQuantizer, save_statistics
+from quark.torch.evaluation.perplexity import token_windows
 from quark.torch.quantization.config.algo import (
     AWQConfig,
     GPTQConfig,
@@ -17,7 +21,7 @@ from quark.torch.quantization.config.algo import (
 )
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from quark.torch.statistics import collection
+from quark.torch.statistics import collection, divergence_ratios, sensitivities
 from quark.torch.statistics.collection import collect_statistics
 
 IMAGES = torch.ones(2, 3, 8, 8)
@@ -71,24 +75,81 @@ def test_collecting_leaves_no_trace(build, batches, unchanged):
         collect_statistics(model, batches)
 
 
-def test_the_sensitivity_is_divergence_over_error(build, batches, collected):
-    """Round one layer by hand and look at the predictions of the whole model."""
-    model, name = build("llama"), "model.layers.0.mlp.up_proj"
-    x = seen_by(copy.deepcopy(model), batches)[name]
+def outputs_of(model, block, batches):
+    """What a block returns, (tokens, channels), and log-probabilities of the whole model."""
+    states = []
+    model.get_submodule(block).register_forward_hook(
+        lambda *args: states.append(args[-1].flatten(0, -2))
+    )
     with torch.no_grad():
-        before = torch.cat([model(b).logits.flatten(0, 1).log_softmax(-1) for b in batches])
+        log_probs = [model(batch).logits.flatten(0, 1).log_softmax(-1) for batch in batches]
+    return torch.cat(states), torch.cat(log_probs)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Unit to its divergence, of all that are measured."""
+    found, measure = {}, sensitivities._measure
+
+    def keep(*args):
+        divergences, tokens = measure(*args)
+        found.update(divergences)
+        return divergences, tokens
+
+    monkeypatch.setattr(sensitivities, "_measure", keep)
+    return found
+
+
+def test_probes_are_what_rounding_a_layer_does(build, batches, measured, monkeypatch):
+    """Round one layer by hand; look at its block, and at the predictions of the whole model."""
+    monkeypatch.setattr(divergence_ratios, "UNITS", 1)
+    statistics = collect_statistics(build("llama"), batches)
+    ((name,), *_), block = measured, "model.layers.0"
+    assert name.startswith(block)
+    x = seen_by(build("llama"), batches)[name]
+    states, log_probs = outputs_of(build("llama"), block, batches)
+    relative, lost = {}, {}
+    for bits, probes in ((2, statistics.probes), (4, statistics.fine_probes)):
+        model = build("llama")
         weight = model.get_submodule(name).weight
-        spec = scheme("int2_wo_64").weight.for_parameter()
-        change = TensorQuantizer(spec).fake_quantize_copy(weight) - weight
-        weight += change
-        after = torch.cat([model(b).logits.flatten(0, 1).log_softmax(-1) for b in batches])
-    lost = (before.exp() * (before - after)).sum(-1).mean()
-    error = (x @ change.T).square().sum()
-    assert collected("llama").sensitivities[name] == pytest.approx(float(lost / error), rel=1e-3)
+        quantizer = TensorQuantizer(scheme(f"int{bits}_wo_64").weight.for_parameter())
+        with torch.no_grad():
+            change = quantizer.fake_quantize_copy(weight) - weight
+            weight += change
+        others, predicted = outputs_of(model, block, batches)
+        relative[bits] = ((others - states).norm(dim=1) / states.norm(dim=1)).square().mean()
+        lost[bits] = (log_probs.exp() * (log_probs - predicted)).sum(-1).mean()
+        assert probes[name].error == pytest.approx(
+            float((x @ change.T).square().sum().detach()), rel=1e-3
+        )
+    coarse, fine = statistics.probes[name], statistics.fine_probes[name]
+    assert coarse.tokens == len(x)
+    assert coarse.divergence / coarse.tokens == pytest.approx(float(lost[2]), rel=1e-3)
+    ratio = float(relative[4] / relative[2])
+    assert fine.divergence / coarse.divergence == pytest.approx(ratio, rel=1e-3)
+
+
+def test_a_few_units_stand_for_all(measured, monkeypatch):
+    """On a trained model, what follows from the errors of blocks is near to what is measured."""
+    model = AutoModelForCausalLM.from_pretrained(model_directory(), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_directory())
+    windows = token_windows(training_documents(200_000), tokenizer, 256)[:4]
+    found = collect_statistics(model, [windows], probes=1).probes
+    assert len(measured) == 2 * 4
+    monkeypatch.setattr(divergence_ratios, "UNITS", 7)
+    collect_statistics(model, [windows], probes=1)
+    assert len(measured) == len(found) == 28
+    logarithms = [
+        math.log(found[name].divergence / found[name].tokens / divergence)
+        for (name,), divergence in measured.items()
+    ]
+    assert stdev(logarithms) < 0.25  # that of the divergences is 0.7
+    assert abs(mean(logarithms)) < 0.15
 
 
 def test_no_probes_no_sensitivities(build, batches):
-    assert collect_statistics(build(), batches, probes=0).sensitivities == {}
+    found = collect_statistics(build(), batches, probes=0)
+    assert (found.probes, found.fine_probes) == ({}, {})
 
 
 def test_padding_does_not_count(build, batches):
@@ -101,8 +162,10 @@ def test_padding_does_not_count(build, batches):
     expected = collect_statistics(build(), [ids])
     for name, gram in expected.inputs.items():
         torch.testing.assert_close(found.inputs[name].total, gram.total, rtol=1e-3, atol=1e-3)
-    for name, value in expected.sensitivities.items():
-        assert found.sensitivities[name] == pytest.approx(value, rel=1e-2)
+    for name, probe in expected.probes.items():
+        assert found.probes[name].sensitivity == pytest.approx(probe.sensitivity, rel=1e-2)
+        fine = expected.fine_probes[name].sensitivity
+        assert found.fine_probes[name].sensitivity == pytest.approx(fine, rel=1e-2)
 
 
 def test_experts_are_one_unit(build, batches):

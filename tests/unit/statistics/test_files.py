@@ -26,7 +26,7 @@ def stored(statistics, tmp_path):
 
 def test_everything_comes_back(statistics, stored):
     found = load_statistics(stored)
-    for field in ("model", "data", "readers", "tokens", "units", "probes"):
+    for field in ("model", "data", "readers", "tokens", "units", "probes", "fine_probes"):
         assert getattr(found, field) == getattr(statistics, field)
     assert list(found.inputs) == list(statistics.inputs)
     for name, gram in statistics.inputs.items():
@@ -110,6 +110,19 @@ def test_missing_tensors_are_refused(stored):
         load_statistics(stored)
 
 
+def test_files_of_earlier_versions_have_one_probe(stored):
+    expected = load_statistics(stored)
+    header = json.loads((stored / HEADER).read_text("utf-8"))
+    del header["fine_probes"]
+    (stored / HEADER).write_text(json.dumps(header), "utf-8")
+    found = load_statistics(stored)
+    assert (found.probes, found.fine_probes) == (expected.probes, {})
+    for name, probe in found.probes.items():
+        assert found.loss(name, 0.5 * probe.error) == pytest.approx(
+            0.5 * found.loss(name, probe.error)
+        )
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_mutated_headers(stored, build, config_of, seed):
     """Each is read and used, or refused with one kind of error."""
@@ -119,7 +132,7 @@ def test_mutated_headers(stored, build, config_of, seed):
         (stored / HEADER).write_text(json.dumps(data))
         try:
             statistics = load_statistics(stored)
-            assert set(statistics.sensitivities) == set(statistics.probes)
+            assert {*statistics.probes, *statistics.fine_probes} <= {*statistics.readers}
             for part in (statistics.inputs, statistics.samples, statistics.ranges):
                 list(part.items())
             statistics.check(build())

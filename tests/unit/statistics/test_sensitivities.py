@@ -83,6 +83,7 @@ def test_what_a_later_block_reads_of_an_earlier_one_is_not_left_out(remembers, b
 
 def test_earlier_blocks_do_not_run(build, batches):
     """Of two blocks with seven layers each, the first one runs for its own layers alone."""
+    # For each of seven layers, at two and at four bits, and for two of them in the whole model.
     model, shapes = build(), []
     first = model.model.layers[0].mlp
     first.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape[:2]))
@@ -91,7 +92,7 @@ def test_earlier_blocks_do_not_run(build, batches):
         shapes.clear()
         collect_statistics(model, batches[:1], probes=probes)
         counts.append(shapes.count(batches[0].shape))
-    assert counts[1] - counts[0] == 1 + 7  # the float model, and each layer of the block
+    assert counts[1] - counts[0] == 1 + 2 * 7 + 2  # the float model is the first
 
 
 def test_the_time_is_told_after_the_first_layer(build, batches, monkeypatch, caplog):
@@ -100,7 +101,7 @@ def test_the_time_is_told_after_the_first_layer(build, batches, monkeypatch, cap
         sensitivities._tell_time(30.0, [["a.0.x"], ["a.1.x"], ["a.1.y"]], ["a.0", "a.1"])
         assert "3 layers take about 60 s" in caplog.text  # 30, and half of it twice
         collect_statistics(build(), batches[:1], probes=1)
-    assert caplog.text.count("The sensitivities of 14 layers take about") == 1
+    assert caplog.text.count("The sensitivities of 4 layers take about") == 1
 
 
 class TestParts:

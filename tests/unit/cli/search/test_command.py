@@ -39,7 +39,8 @@ def search(quark, model_dir, text, tmp_path):
 def test_collect_writes_statistics(collected, quark, model_dir):
     statistics = load_statistics(collected)
     assert len(statistics.readers) == 14
-    assert all(value > 0 for value in statistics.sensitivities.values())
+    for probes in (statistics.probes, statistics.fine_probes):
+        assert probes and all(probe.sensitivity > 0 for probe in probes.values())
     again = quark("collect", "--model_dir", model_dir, "--output_dir", collected)
     assert again.exit_code == 2
     assert "overwrite" in again.output
