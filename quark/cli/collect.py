@@ -68,7 +68,7 @@ class CollectRequest(DataFlags):
             "rounding it alone (0 = none, which saves half of the time or more; only "
             "'quark search' needs them).",
         ),
-    ] = 2
+    ] = 1
     overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False
     as_json: Json = False
     given: frozenset[str] = frozenset()

@@ -40,7 +40,7 @@ from quark.torch.quantization.preparation import (
     restore_layers,
     select_layers,
 )
-from quark.torch.statistics.block_errors import round_to_nearest, weight_error
+from quark.torch.statistics.sensitivities import round_to_nearest, weight_error
 
 
 class Cost(NamedTuple):

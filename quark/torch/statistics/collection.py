@@ -61,18 +61,10 @@ from quark.torch.quantization.preparation import (
     replace_layers,
     restore_layers,
 )
-from quark.torch.statistics.block_errors import (
-    COARSE,
-    BlockErrors,
-    Unit,
-    coarse_spec,
-    measure_block_errors,
-)
-from quark.torch.statistics.sensitivities import PROBES, Probes, measure_probes
+from quark.torch.statistics.sensitivities import PROBES, Probes, coarse_spec, measure_probes
 
 _RANGE = 2 * BINS * 8  # bytes of a histogram
 TOKENS = 512  # size of the sample of inputs of each layer
-ERROR_TOKENS = 1024  # on which the errors of blocks are measured, at least
 
 
 def collect_statistics(
@@ -84,10 +76,10 @@ def collect_statistics(
 ) -> Statistics:
     """Collect the statistics of a float model that algorithms and searches need.
 
-    Data runs through each decoder block once, and a part of it again for each layer of the block.
-    Then the first calls of the model are repeated for a few layers, from their blocks on. Main
-    memory holds 4 · inputs² bytes of sums and up to 2048 · inputs bytes of tokens for each tensor
-    that linear layers of decoder blocks read, 32 kB for each range, and 8 bytes for each channel.
+    Data runs through each decoder block once. Then the first tokens of the first calls are repeated
+    for each layer, from its block on. Main memory holds 4 · inputs² bytes of sums and up to 2048 ·
+    inputs bytes of tokens for each tensor that linear layers of decoder blocks read, 32 kB for each
+    range, and 8 bytes for each channel.
 
     Args:
         model: A float model, on any device. It is unchanged afterwards.
@@ -121,11 +113,11 @@ def collect_statistics(
         )
         try:
             with _prepared(model, offload_dir):
+                inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
-                rounded = units if probes else ()
-                inputs = _observe(model, structure, Chunks(batches), rounded, check_size)
                 calls = list(islice(flatten_batches(batches), probes))
-                measured = measure_probes(model, structure.blocks, inputs.errors, calls)
+                grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
+                measured = measure_probes(model, structure.blocks, units, calls, grams)
         finally:
             restore_layers(model)
     return inputs.assemble(digests, data, units, measured)
@@ -171,7 +163,7 @@ def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]
 def _make_coarse_config(layer: Any) -> QuantizationConfig:
     """Return a configuration that rounds the weight of a layer to two bits."""
     inputs = layer.weight.shape[input_axis(type(layer))]
-    return QuantizationConfig(weight=coarse_spec(inputs, COARSE))
+    return QuantizationConfig(weight=coarse_spec(inputs))
 
 
 class _Activations(NamedTuple):
@@ -182,17 +174,19 @@ class _Activations(NamedTuple):
         grams: Sums by first reader.
         samples: Tokens by first reader.
         ranges: Ranges by ``tensor_key``.
-        errors: What rounding a unit does to the outputs of its block.
     """
 
     readers: dict[str, str]
     grams: dict[str, Gram]
     samples: dict[str, torch.Tensor]
     ranges: dict[str, TensorRange]
-    errors: dict[Unit, BlockErrors]
 
     def assemble(
-        self, digests: Mapping[str, str], data: str, units: tuple[Unit, ...], measured: Probes
+        self,
+        digests: Mapping[str, str],
+        data: str,
+        units: tuple[tuple[str, ...], ...],
+        measured: Probes,
     ) -> Statistics:
         """Return the statistics; see there."""
         return Statistics(
@@ -228,16 +222,15 @@ def _observe(
     model: nn.Module,
     structure: Structure,
     batches: Iterable[Any],
-    rounded: Iterable[Unit],
     check_size: Callable[[int], None] | None,
 ) -> _Activations:
-    """Run the data through all decoder blocks; measure the errors of blocks for some units."""
+    """Run the data through all decoder blocks."""
     layers = dict(quantized_layers(model))
     compute_scales = partial(compute_weight_scales, config=Config())
     context = Context(model, layers, structure, batches, Config(), compute_scales)
     if check_size is not None:
         check_size(_size_on_disk(context))
-    activations = _Activations({}, {}, {}, {}, {})
+    activations = _Activations({}, {}, {}, {})
     for block in run_blocks(model, structure.blocks, batches, "statistics"):
         inside = block_layers(context, block.name, lambda _: True)
         activations.readers.update(first_readers(inside, context))
@@ -245,8 +238,6 @@ def _observe(
             grams = collect_grams(context, block, inside)
         firsts = dict.fromkeys(activations.readers[name] for name in inside)
         activations.grams.update({first: grams[first].to("cpu") for first in firsts})
-        units = [unit for unit in rounded if unit[0] in inside]
-        activations.errors.update(measure_block_errors(block, units, inside, grams, ERROR_TOKENS))
     return activations
 
 
@@ -294,7 +285,7 @@ def _check_finite(name: str, tensor: str, target: TensorRange) -> Accumulator:
     return observe
 
 
-def _group_units(model: nn.Module, names: Sequence[str]) -> tuple[Unit, ...]:
+def _group_units(model: nn.Module, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the layers in units that share a format: all experts of a layer, or one layer each."""
     stacks = {
         name: name.rsplit(".", 2)[0] for names in corresponding_experts(model) for name in names

@@ -1,43 +1,51 @@
 """Sensitivities: what the predictions of a model lose if the weights of one unit are rounded.
 
-A unit is a layer, or all experts of a layer. A few units are measured; what others lose follows
-from the errors of the outputs of their blocks (``block_errors``, ``divergence_ratios``). A call
-that measures a unit begins at the block of the unit: earlier blocks return what they returned in
-the unchanged model, and do not compute.
+A unit is a layer, or all experts of a layer. A call that measures a unit begins at the block of the
+unit: earlier blocks return what they returned in the unchanged model, and do not compute. The
+divergence of predictions is measured at two bits. At four bits a unit may lose more or less for its
+error: rounded queries and keys, for instance, change which tokens attention chooses, and this does
+not grow for ever. There the divergence follows from the outputs of the block: it is proportional to
+the mean over tokens of ``|y' - y|² / |y|²``, since norms read hidden states relative to their size.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from quark.torch.algorithm.layers import output_error, to_matrix
 from quark.torch.evaluation.divergence import kl_divergence
 from quark.torch.evaluation.output_head import OutputHead
-from quark.torch.graph.replay import replace_forwards
+from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.residency import resident
+from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.capture import StopForward
+from quark.torch.pipeline.chunks import Chunks, count_tokens
 from quark.torch.pipeline.statistics import Probe
-from quark.torch.quantization.calibration import compute_weight_scales
-from quark.torch.quantization.config.config import Config
-from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.statistics.block_errors import BlockErrors, Unit
-from quark.torch.statistics.divergence_ratios import block_of, choose_units, divergence_ratios
+from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.type import Dtype
+from quark.torch.quantization.nn.fake_quantized import QUANTIZERS, FakeQuantizedLayer
+from quark.torch.quantization.nn.padding import padding, without_padding
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
+from quark.torch.statistics.block_outputs import BlockOutputs
+from quark.torch.statistics.log_probabilities import predict_parts
 
 logger = logging.getLogger(__name__)
 
-PROBES = 2  # default number of model calls on which sensitivities are measured
+PROBES = 1  # default number of model calls on which sensitivities are measured
+CALL_TOKENS = 256  # of a call that are measured, at most
+COARSE, FINE = 2, 4  # bits
+GROUP = 64  # group size of the rounding
 LONG = 10.0  # seconds from which on the time is told
-_OTHER_TOKENS = 8  # of an excerpt that is shorter than another
-
-Receive = Callable[[torch.Tensor], None]  # takes log-probabilities, (tokens, classes) float32
 
 
 class Probes(NamedTuple):
@@ -51,175 +59,65 @@ class Probes(NamedTuple):
 def measure_probes(
     model: nn.Module,
     blocks: Sequence[str],
-    errors: Mapping[Unit, BlockErrors],
+    units: Sequence[Sequence[str]],
     calls: Sequence[Any],
+    grams: Mapping[str, Gram],
 ) -> Probes:
-    """Return the effect of rounding each unit alone, by layer.
-
-    The divergence of predictions is measured for a few units at two bits. All others follow from
-    the errors of the outputs of blocks.
+    """Return the effect of rounding each unit alone.
 
     Args:
         model: The model, whose layers have quantizers of weights that are switched off.
         blocks: Its blocks in the order of execution.
-        errors: Unit to its effect on its block, in the order of blocks; may be empty.
-        calls: Data of the calls that are measured.
+        units: Layers that are rounded together, all of one block, in the order of blocks.
+        calls: Data of calls, of which the first tokens are measured. Without any, nothing is.
+        grams: Sums over the inputs of each layer, by name.
     """
     probes = Probes({}, {})
-    if not errors:
+    if not calls:
         return probes
-    coarse = {unit: both.coarse.relative for unit, both in errors.items()}
-    measured, tokens = _measure(model, blocks, choose_units(blocks, coarse), calls)
-    ratios = divergence_ratios(blocks, coarse, measured)
-    for unit, both in errors.items():
-        ratio = ratios.get(block_of(unit[0], blocks), 0.0)
-        for probe, found in zip(both, probes, strict=True):
-            divergence = probe.relative * ratio * tokens
-            found |= dict.fromkeys(unit, Probe(divergence, tokens, probe.error))
-    return probes
-
-
-def _measure(
-    model: nn.Module, blocks: Sequence[str], units: Sequence[Unit], calls: Sequence[Any]
-) -> tuple[dict[Unit, float], int]:
-    """Return the divergence in nats per token for each unit that is rounded alone; the tokens."""
-    measured: dict[Unit, float] = {}
-    expected = _Expected()
-    with expected.store, _BlockOutputs(model, blocks) as outputs:
-        head = OutputHead(model) if outputs.prove(calls[0]) else None
-        for call in calls:
-            with outputs.recording(), expected.keeping() as keep:
-                predict_parts(model, call, head, keep)
-
-        def run(block: str, index: int, receive: Receive) -> None:
-            with outputs.beginning_at(block, index):
-                predict_parts(model, calls[index], head, receive)
-
+    with _Runs(model, blocks, list(map(_cut, calls))) as runs:
         start = time.monotonic()
         for number, unit in enumerate(show_progress(units, "sensitivities")):
             layers = {name: _get_layer(model, name) for name in unit}
-            with resident(model, *unit):
-                compute_weight_scales(layers, Config())
-            with _enable_weight_quantizers(layers.values()):
-                measured[unit] = expected.divergence(partial(run, block_of(unit[0], blocks)))
+            block = block_of(unit[0], blocks)
+            with _rounding(model, layers, grams, COARSE) as error:
+                divergence, relative = runs.divergence(block), runs.block_error(block)
+            with _rounding(model, layers, grams, FINE) as fine_error:
+                fine_relative = runs.block_error(block)
+            if not relative:  # not known: then the divergence is proportional to the error
+                relative, fine_relative = error or 1.0, fine_error
+            fine = divergence * fine_relative / relative
+            probes.coarse.update(dict.fromkeys(unit, Probe(divergence, runs.tokens, error)))
+            probes.fine.update(dict.fromkeys(unit, Probe(fine, runs.tokens, fine_error)))
             if number == 0:
                 _tell_time(time.monotonic() - start, units, blocks)
-    return measured, expected.tokens
+    return probes
+
+
+def _cut(call: Any) -> Any:
+    """Return the first sequences of a call with at most so many tokens, or a part of the first."""
+    chunk = next(iter(Chunks([call], tokens=CALL_TOKENS)))
+    _, length = count_tokens(chunk)
+    return take_excerpt(chunk, CALL_TOKENS) if length > CALL_TOKENS else chunk
 
 
 def _tell_time(first: float, units: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:
     """Tell the time that all units will take, given that of the first one."""
-    # Example: 4 blocks with 2 units each. A unit of the first block runs all 4, one of the last
-    # block 1: 8 units take as long as 2 · (4 + 3 + 2 + 1) / 4 = 5 times the first one.
-    begins = [len(blocks) - blocks.index(block_of(unit[0], blocks)) for unit in units]
+    # Example: 4 blocks of 7 layers. A layer of the first block runs all 4, one of the last block 1:
+    # 28 layers take as long as 7 · (4 + 3 + 2 + 1) / 4 = 17.5 times the first one.
+    begins = [len(blocks) - _place(block_of(unit[0], blocks), blocks) for unit in units]
     seconds = first * sum(begins) / begins[0]
     if seconds >= LONG:
         logger.info("The sensitivities of %d layers take about %.0f s.", len(units), seconds)
 
 
-class _BlockOutputs:
-    """What the blocks of a model returned for some calls, so that a call can begin at a block.
-
-    Args:
-        model: The model.
-        blocks: Its blocks in the order of execution.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        self._model, self._blocks = model, blocks
-        self._store = ActivationStore(current_limit() // 2)
-        self._forms: list[dict[str, Any]] = []  # of each call: block -> output, slots for tensors
-        self._entrances: set[str] = set()  # blocks that a call can begin at
-
-    def __enter__(self) -> _BlockOutputs:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._store.clear()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what each block returns for a call that runs while the context is open.
-
-        Blocks that return it again, for another part of the output head, are recorded once.
-        """
-        forms: dict[str, Any] = {}
-
-        def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            if name not in forms and _is_plain(output):
-                forms[name] = self._put(output)
-
-        with ExitStack() as stack:
-            for name in self._blocks:
-                module = self._model.get_submodule(name)
-                stack.callback(module.register_forward_hook(partial(keep, name)).remove)
-            yield
-        self._forms.append(forms)
-
-    def prove(self, call: Any) -> bool:
-        """Find the blocks that calls can begin at, by an excerpt of a call.
-
-        Returns whether the model predicts each token of a sequence.
-
-        Blocks may read more of earlier ones than what these return, such as keys and values. Then a
-        call that begins there has other predictions, or none, and all blocks run instead.
-        """
-        excerpt = take_excerpt(call)
-        with self.recording():
-            logits = _logits(self._model, excerpt)
-        predictions, forms = _log_probs(logits, padding_mask(excerpt)), self._forms.pop()
-        is_sequence = logits.dim() == 3
-        # What blocks keep is of other tokens from here on, so that nobody can read it unnoticed. A
-        # call refreshes what its blocks keep: the last block is first, as the earlier ones do not.
-        others = predict(self._model, take_excerpt(call, _OTHER_TOKENS))
-        if torch.equal(others, predictions):
-            return is_sequence
-        for block in reversed(self._blocks[1:]):
-            try:
-                with self._skip(forms, block):
-                    if torch.equal(predict(self._model, excerpt), predictions):
-                        self._entrances.add(block)
-            except Exception as error:  # anything that a model can raise
-                logger.debug("Calls cannot begin at %s: %s", block, error)
-        return is_sequence
-
-    def beginning_at(self, block: str, index: int) -> AbstractContextManager[None]:
-        """Let a recorded call begin at a block while the context is open, if it can."""
-        return self._skip(self._forms[index], block if block in self._entrances else "")
-
-    def _skip(self, forms: Mapping[str, Any], block: str) -> AbstractContextManager[None]:
-        """Let blocks before ``block`` return what is recorded; none if it is ""."""
-        earlier = self._blocks[: self._blocks.index(block)] if block else ()
-
-        def forward(name: str, *args: Any, **kwargs: Any) -> Any:
-            return self._get(forms[name])
-
-        return replace_forwards(
-            self._model, {n: partial(forward, n) for n in earlier if n in forms}
-        )
-
-    def _put(self, output: Any) -> Any:
-        """Store the tensors of an output; return it with their numbers in their places."""
-        if isinstance(output, tuple):
-            return tuple(map(self._put, output))
-        if output is None:
-            return None
-        number = len(self._store)
-        self._store[number] = output
-        return number
-
-    def _get(self, form: Any) -> Any:
-        """Return an output; a copy, because models may write to it in place."""
-        if isinstance(form, tuple):
-            return tuple(map(self._get, form))
-        return None if form is None else self._store[form].clone()
+def block_of(layer: str, blocks: Sequence[str]) -> str:
+    """Return the block that holds a layer, "" if none does."""
+    return next((block for block in blocks if is_inside(layer, block)), "")
 
 
-def _is_plain(output: Any) -> bool:
-    """Whether an output is a tensor, or a tuple of tensors and None."""
-    if type(output) is tuple:
-        return all(map(_is_plain, output))
-    return output is None or isinstance(output, torch.Tensor)
+def _place(block: str, blocks: Sequence[str]) -> int:
+    return list(blocks).index(block) if block else 0
 
 
 def _get_layer(model: nn.Module, name: str) -> FakeQuantizedLayer:
@@ -228,125 +126,155 @@ def _get_layer(model: nn.Module, name: str) -> FakeQuantizedLayer:
     return layer
 
 
+def coarse_spec(inputs: int) -> QuantizationSpec:
+    """Return how a weight with some inputs is rounded to two bits."""
+    return QuantizationSpec(
+        f"int{COARSE}",  # type: ignore[arg-type]
+        qscheme="per_group",  # type: ignore[arg-type]
+        ch_axis=-1,
+        group_size=GROUP if inputs % GROUP == 0 else inputs,
+        symmetric=True,
+        is_dynamic=False,
+    )
+
+
 @contextmanager
-def _enable_weight_quantizers(layers: Iterable[FakeQuantizedLayer]) -> Iterator[None]:
-    """Switch on the quantizers of weights inside the context."""
-    quantizers = [q for layer in layers if (q := layer.weight_quantizer) is not None]
-    for quantizer in quantizers:
-        quantizer.enabled = True
+def _rounding(
+    model: nn.Module,
+    layers: Mapping[str, FakeQuantizedLayer],
+    grams: Mapping[str, Gram],
+    bits: int,
+) -> Iterator[float]:
+    """Round the weights of layers to a few bits inside the context.
+
+    Yields the squared error of the outputs of these layers, summed over all tokens of the data.
+    """
+    before = {name: layer.weight_quantizer for name, layer in layers.items()}
     try:
-        yield
+        error = 0.0
+        with resident(model, *layers):
+            for name, layer in layers.items():
+                layer.add_module(QUANTIZERS["weight"], _make_quantizer(layer, bits))
+                error += weight_error(layer, round_to_nearest(layer), grams[name])
+        yield error
     finally:
-        for quantizer in quantizers:
-            quantizer.enabled = False
+        for name, quantizer in before.items():
+            layers[name].add_module(QUANTIZERS["weight"], quantizer)
 
 
-class _Expected:
-    """Predictions of the unchanged model for some calls, in parts.
-
-    Attributes:
-        store: Store for their log-probabilities.
-        tokens: Number of tokens that are predicted.
-    """
-
-    def __init__(self) -> None:
-        self.store, self.tokens = ActivationStore(current_limit() // 2), 0
-        self._parts: list[range] = []  # of each call: places in the store
-
-    @contextmanager
-    def keeping(self) -> Iterator[Receive]:
-        """Keep the predictions of a call, which the function takes, while the context is open."""
-        first = len(self.store)
-
-        def keep(log_probs: torch.Tensor) -> None:
-            self.store[len(self.store)] = log_probs
-            self.tokens += len(log_probs)
-
-        yield keep
-        self._parts.append(range(first, len(self.store)))
-
-    def divergence(self, run: Callable[[int, Receive], None]) -> float:
-        """Return the mean over tokens of KL(expected ‖ actual) in nats.
-
-        Args:
-            run: Takes the number of a call and a function, which gets its predictions in the same
-                parts.
-        """
-        divergences: list[torch.Tensor] = []
-
-        def compare(places: Iterator[int], log_probs: torch.Tensor) -> None:
-            divergences.append(kl_divergence(self.store[next(places)], log_probs))
-
-        for index, parts in enumerate(self._parts):
-            run(index, partial(compare, iter(parts)))
-        return float(torch.cat(divergences).mean())
+def _make_quantizer(layer: FakeQuantizedLayer, bits: int) -> TensorQuantizer:
+    """Return a quantizer that rounds the weight of a layer to a few bits, with its scales."""
+    assert layer.weight_quantizer is not None
+    spec = layer.weight_quantizer.spec.changed(dtype=Dtype[f"int{bits}"])
+    quantizer = TensorQuantizer(spec).to(layer.weight.device).eval()
+    quantizer.observer(layer.weight.detach())
+    quantizer.compute_scales(layer.weight.detach())
+    return quantizer
 
 
-def predict(model: nn.Module, call: Any) -> torch.Tensor:
-    """Return the log-probabilities of a call, (tokens, classes) float32, without padding.
-
-    Raises:
-        ValueError: The model returns no logits.
-    """
-    return _log_probs(_logits(model, call), padding_mask(call))
+def round_to_nearest(layer: FakeQuantizedLayer) -> torch.Tensor:
+    """Return the weight of a layer with final scales, rounded to the nearest values."""
+    assert layer.weight_quantizer is not None
+    return layer.weight_quantizer.freeze_(layer.weight.detach().clone())
 
 
-def predict_parts(model: nn.Module, call: Any, head: OutputHead | None, receive: Receive) -> None:
-    """Compute the log-probabilities of a call in parts, without padding.
+def weight_error(layer: FakeQuantizedLayer, weight: torch.Tensor, gram: Gram) -> float:
+    """Return the squared error of the outputs of a layer under another weight, over all tokens."""
+    if gram.total is None:
+        return 0.0
+    change = weight.float() - layer.weight.detach().float()
+    rows = to_matrix(change, layer.input_axis)
+    return float(output_error(rows, gram.total.to(rows.device)))
 
-    The output head of a language model runs on a few tokens at a time. Predictions of other models
-    are one part.
+
+class _Runs:
+    """Runs of a model for some calls, beside what it returned for them unchanged.
 
     Args:
         model: The model.
-        call: Data of the call.
-        head: The output head of the model; None if it does not predict each token of a sequence.
-        receive: Takes the log-probabilities of successive parts.
+        blocks: Its blocks in the order of execution.
+        calls: Data of the calls.
 
-    Raises:
-        ValueError: The model returns no logits.
+    Attributes:
+        tokens: Number of tokens that are predicted.
     """
-    tokens, mask = _tokens(call), padding_mask(call)
-    if head is None or tokens is None:
-        receive(predict(model, call))
-        return
 
-    def take(first: int, logits: torch.Tensor) -> None:
-        part = None if mask is None else mask[:, first : first + logits.shape[1]]
-        receive(_log_probs(logits, part))
+    def __init__(self, model: nn.Module, blocks: Sequence[str], calls: Sequence[Any]) -> None:
+        self._model, self._calls = model, calls
+        self._outputs = BlockOutputs(model, blocks)
+        self._expected = ActivationStore(current_limit() // 2)
+        self._parts: list[range] = []  # of each call: places of its log-probabilities
+        self._head: OutputHead | None = None
+        self.tokens = 0
 
-    head.run(partial(run_batch, model, call), tokens, take)
+    def __enter__(self) -> _Runs:
+        is_sequence = self._outputs.prove(self._calls[0])
+        self._head = OutputHead(self._model) if is_sequence else None
+        for call in self._calls:
+            first = len(self._expected)
+            with self._outputs.recording():
+                predict_parts(self._model, call, self._head, self._keep)
+            self._parts.append(range(first, len(self._expected)))
+        return self
+
+    def _keep(self, log_probs: torch.Tensor) -> None:
+        self._expected[len(self._expected)] = log_probs
+        self.tokens += len(log_probs)
+
+    def __exit__(self, *error: object) -> None:
+        self._outputs.clear()
+        self._expected.clear()
+
+    def divergence(self, block: str) -> float:
+        """Return the sum over tokens of KL(unchanged ‖ model) in nats; runs begin at a block."""
+        divergences: list[torch.Tensor] = []
+
+        def compare(places: Iterator[int], log_probs: torch.Tensor) -> None:
+            divergences.append(kl_divergence(self._expected[next(places)], log_probs))
+
+        for index, parts in enumerate(self._parts):
+            with self._outputs.beginning_at(block, index):
+                receive = partial(compare, iter(parts))
+                predict_parts(self._model, self._calls[index], self._head, receive)
+        return float(torch.cat(divergences).sum())
+
+    def block_error(self, block: str) -> float:
+        """Return the relative squared error of what a block returns, the mean over tokens.
+
+        It is 0 if that is not known.
+        """
+        errors = []
+        for index, call in enumerate(self._calls):
+            before = _hidden_states(self._outputs.recorded(block, index))
+            after = _hidden_states(self._run_to(block, index))
+            if before is None or after is None or before.shape != after.shape:
+                return 0.0
+            with padding(padding_mask(call)):
+                y, other = (without_padding(x).double() for x in (before, after))
+            size = y.square().sum(-1).clamp_min(torch.finfo(y.dtype).tiny)
+            errors.append(((other - y).square().sum(-1) / size).flatten())
+        return float(torch.cat(errors).mean())
+
+    def _run_to(self, block: str, index: int) -> Any:
+        """Run a call up to the end of a block; return what the block returns, None without one."""
+        outputs: list[Any] = []
+
+        def stop(module: nn.Module, args: Any, output: Any) -> None:
+            outputs.append(output)
+            raise StopForward
+
+        if not block:
+            return None
+        hook = self._model.get_submodule(block).register_forward_hook(stop)
+        try:
+            with self._outputs.beginning_at(block, index), suppress(StopForward):
+                run_batch(self._model, self._calls[index])
+        finally:
+            hook.remove()
+        return outputs[0] if outputs else None
 
 
-def _tokens(call: Any) -> torch.Tensor | None:
-    """Return the tokens that a call predicts, (sequences, length); None if that is not known."""
-    tokens = call
-    if hasattr(call, "get"):
-        tokens = None if "decoder_input_ids" in call else call.get("input_ids")
-    is_grid = isinstance(tokens, torch.Tensor) and tokens.dim() == 2
-    return tokens if is_grid and not tokens.is_floating_point() else None
-
-
-def _log_probs(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the log-probabilities of tokens that are no padding, (tokens, classes) float32."""
-    rows = logits.flatten(0, -2)
-    own = rows if mask is None else rows[mask.flatten().to(rows.device)]
-    return own.float().log_softmax(-1)
-
-
-def _logits(model: nn.Module, call: Any) -> torch.Tensor:
-    """Return the logits of a call, (…, classes); ``ValueError`` if the model returns none."""
-    outputs: list[Any] = []
-    handle = model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    try:
-        run_batch(model, call)
-    finally:
-        handle.remove()
-    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor):
-        raise ValueError(
-            f"{type(model).__name__} returned {type(output).__name__} without logits, which "
-            "sensitivities are measured on. Pass probes=0, or a model with a head."
-        )
-    return logits
+def _hidden_states(output: Any) -> torch.Tensor | None:
+    """Return the first tensor of what a block returns, None without one."""
+    x = output[0] if isinstance(output, tuple) and output else output
+    return x if isinstance(x, torch.Tensor) and x.is_floating_point() else None

@@ -10,8 +10,9 @@ from quark.torch.evaluation import output_head
 from quark.torch.evaluation.output_head import OutputHead
 from quark.torch.pipeline.activation_store import ActivationStore, activation_limit
 from quark.torch.statistics import sensitivities
+from quark.torch.statistics.block_outputs import BlockOutputs
 from quark.torch.statistics.collection import collect_statistics
-from quark.torch.statistics.sensitivities import _BlockOutputs, predict, predict_parts
+from quark.torch.statistics.log_probabilities import predict, predict_parts
 from tests.models.architectures import tokens, varied
 
 
@@ -52,7 +53,7 @@ def probes_of(model, batches):
 
 def all_blocks_run(monkeypatch):
     """Let no call begin at a block."""
-    monkeypatch.setattr(_BlockOutputs, "beginning_at", lambda *_: nullcontext())
+    monkeypatch.setattr(BlockOutputs, "beginning_at", lambda *_: nullcontext())
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -68,7 +69,8 @@ def test_what_a_later_block_reads_of_an_earlier_one_is_not_left_out(remembers, b
     model = build(num_hidden_layers=3)
     model = with_memory(model) if remembers else model
     runs, calls = [], [*batches[:1], batches[0].flip(1)]
-    with torch.no_grad(), _BlockOutputs(model, [f"model.layers.{i}" for i in range(3)]) as outputs:
+    outputs = BlockOutputs(model, [f"model.layers.{i}" for i in range(3)])
+    with torch.no_grad():
         outputs.prove(calls[0])
         expected = []
         for call in calls:
@@ -83,7 +85,6 @@ def test_what_a_later_block_reads_of_an_earlier_one_is_not_left_out(remembers, b
 
 def test_earlier_blocks_do_not_run(build, batches):
     """Of two blocks with seven layers each, the first one runs for its own layers alone."""
-    # For each of seven layers, at two and at four bits, and for two of them in the whole model.
     model, shapes = build(), []
     first = model.model.layers[0].mlp
     first.register_forward_pre_hook(lambda _, args: shapes.append(args[0].shape[:2]))
@@ -92,7 +93,7 @@ def test_earlier_blocks_do_not_run(build, batches):
         shapes.clear()
         collect_statistics(model, batches[:1], probes=probes)
         counts.append(shapes.count(batches[0].shape))
-    assert counts[1] - counts[0] == 1 + 2 * 7 + 2  # the float model is the first
+    assert counts[1] - counts[0] == 1 + 3 * 7  # the float model; each layer in it, and its block
 
 
 def test_the_time_is_told_after_the_first_layer(build, batches, monkeypatch, caplog):
@@ -101,7 +102,7 @@ def test_the_time_is_told_after_the_first_layer(build, batches, monkeypatch, cap
         sensitivities._tell_time(30.0, [["a.0.x"], ["a.1.x"], ["a.1.y"]], ["a.0", "a.1"])
         assert "3 layers take about 60 s" in caplog.text  # 30, and half of it twice
         collect_statistics(build(), batches[:1], probes=1)
-    assert caplog.text.count("The sensitivities of 4 layers take about") == 1
+    assert caplog.text.count("The sensitivities of 14 layers take about") == 1
 
 
 class TestParts:
@@ -145,13 +146,13 @@ class TestParts:
             return compare(expected, actual)
 
         monkeypatch.setattr(sensitivities, "kl_divergence", count)
-        for rows in (256, 10_000):
+        for rows in (64, 10_000):
             monkeypatch.setattr(output_head, "ROWS_AT_ONCE", rows)
             sizes.clear()
             found.append(probes_of(long, data))
-            assert (max(sizes) <= 256) == (rows == 256)
+            assert max(sizes) == min(rows, sensitivities.CALL_TOKENS)
         for name, probe in found[0].items():
-            assert probe.tokens == found[1][name].tokens == 600 + 500
+            assert probe.tokens == found[1][name].tokens == 2 * sensitivities.CALL_TOKENS
             assert probe.divergence == pytest.approx(found[1][name].divergence, rel=1e-4)
 
     def test_a_model_that_predicts_one_class(self, build):
@@ -180,3 +181,27 @@ class TestParts:
         assert stored and all(size <= 50_000 for limit, size in stored if limit == 50_000)
         assert {limit for limit, _ in stored} >= {50_000}
         assert probes_of(long, self.CALLS[:1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((3, 300), (1, 256)), ((5, 100), (2, 100)), ((40, 4), (40, 4)), ((1, 256), (1, 256))],
+)
+def test_a_part_of_a_call_is_measured(shape, expected):
+    call = torch.arange(3, 3 + shape[0] * shape[1]).view(shape)
+    cut = sensitivities._cut(call)
+    assert cut.shape == expected
+    assert torch.equal(cut, call[: expected[0], : expected[1]])
+
+
+@pytest.mark.parametrize("kind", ["unknown", "known"])
+def test_a_block_whose_outputs_are_not_known(kind, build, batches, monkeypatch):
+    """Without outputs of blocks the divergence at four bits is proportional to the error."""
+    if kind == "unknown":
+        monkeypatch.setattr(sensitivities, "_hidden_states", lambda output: None)
+    found = collect_statistics(build(), batches[:1])
+    shares = [
+        found.fine_probes[name].sensitivity / probe.sensitivity
+        for name, probe in found.probes.items()
+    ]
+    assert all(share == pytest.approx(1) for share in shares) == (kind == "unknown")
