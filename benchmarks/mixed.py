@@ -114,7 +114,7 @@ class Bench:
     def statistics(self) -> Statistics:
         """Return statistics of the model and its calibration data."""
         with Meter() as meter:
-            statistics = collect_statistics(self.model, self.data, probes=1)
+            statistics = collect_statistics(self.model, self.data)
         say(f"statistics: {meter.cpu:.0f} CPU s")
         return statistics
 

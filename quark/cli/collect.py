@@ -64,11 +64,11 @@ class CollectRequest(DataFlags):
         _data(
             metavar="N",
             min=0,
-            help="Number of batches on which the sensitivity of each layer is measured, by "
-            "rounding it alone (0 = none, which saves half of the time or more; only "
-            "'quark search' needs them).",
+            help="Number of windows on which the sensitivity of each layer is measured, by "
+            "rounding it alone: up to 256 tokens of each (0 = none, which saves a third of the "
+            "time or more; only 'quark search' needs them).",
         ),
-    ] = 1
+    ] = 2
     overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False
     as_json: Json = False
     given: frozenset[str] = frozenset()
@@ -143,14 +143,13 @@ def describe_collection(request: DataFlags, source: Path, probes: int) -> Measur
     Args:
         request: Flags of calibration and model.
         source: Directory of the model.
-        probes: Number of batches on which sensitivities are measured.
+        probes: Number of pieces of the data on which sensitivities are measured.
     """
     described = models.read_config(source, "--model_dir")
     return Measurement(
         source=source,
         length=lengths.window_length(described, request.seq_len, SEQ_LEN),
         collected=request.num_calib_data,
-        probe=request.batch_size,
         probes=probes,
         dtype=request.data_type,
         device=accelerators.pick_device(request.device),

@@ -34,8 +34,7 @@ class Measurement:
         evaluated: Windows of an evaluation, 0 for none.
         evaluated_batch: Windows of a batch of it.
         collected: Windows of statistics, 0 for none.
-        probe: Windows of a call on which sensitivities are measured.
-        probes: Number of these calls, 0 for none.
+        probes: Number of pieces of the data on which sensitivities are measured, 0 for none.
         compared: Models whose predictions are compared, the original among them; they take turns if
             they are read in parts. 1 for none.
         keeps_predictions: Whether predictions are kept until models that run later are compared.
@@ -54,7 +53,6 @@ class Measurement:
     evaluated: int = 0
     evaluated_batch: int = 1
     collected: int = 0
-    probe: int = 1
     probes: int = 0
     compared: int = 1
     keeps_predictions: bool = False
@@ -133,8 +131,7 @@ def _describe(measurement: Measurement) -> Run | None:
         shape = _packed_shape(shape, container.open(source, trusts))
     length = measurement.length
     tokens = measurement.collected * length
-    probe, probes = measurement.probe * length, measurement.probes
-    steps = list_work(shape, probe, probes) if measurement.collected else []
+    steps = list_work(shape, measurement.probes) if measurement.collected else []
     if measurement.measures_layers:
         steps.append(("layers", _layer_work))
     data = describe_data(

@@ -35,8 +35,11 @@ class Probe(NamedTuple):
 
     @property
     def sensitivity(self) -> float:
-        """Divergence in nats per token, per unit of squared error."""
-        return self.divergence / max(self.tokens, 1) / self.error if self.error else 0.0
+        """Divergence in nats per token, per unit of squared error.
+
+        Divergences below 0 are rounding errors.
+        """
+        return max(self.divergence, 0.0) / max(self.tokens, 1) / self.error if self.error else 0.0
 
 
 @dataclass(frozen=True)

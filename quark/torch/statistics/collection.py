@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +60,13 @@ from quark.torch.quantization.preparation import (
     replace_layers,
     restore_layers,
 )
-from quark.torch.statistics.sensitivities import PROBES, Probes, coarse_spec, measure_probes
+from quark.torch.statistics.sensitivities import (
+    PROBES,
+    Probes,
+    coarse_spec,
+    first_pieces,
+    measure_probes,
+)
 
 _RANGE = 2 * BINS * 8  # bytes of a histogram
 TOKENS = 512  # size of the sample of inputs of each layer
@@ -76,16 +81,16 @@ def collect_statistics(
 ) -> Statistics:
     """Collect the statistics of a float model that algorithms and searches need.
 
-    Data runs through each decoder block once. Then the first tokens of the first calls are repeated
-    for each layer, from its block on. Main memory holds 4 · inputs² bytes of sums and up to 2048 ·
+    Data runs through each decoder block once. Then the first tokens of the data run again for
+    each layer, from its block on. Main memory holds 4 · inputs² bytes of sums and up to 2048 ·
     inputs bytes of tokens for each tensor that linear layers of decoder blocks read, 32 kB for each
     range, and 8 bytes for each channel.
 
     Args:
         model: A float model, on any device. It is unchanged afterwards.
         dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
-        probes: Number of model calls on which sensitivities are measured. Only a search for mixed
-            precision needs them; 0 measures none.
+        probes: Number of pieces of the data, of 256 tokens each, on which sensitivities are
+            measured. Only a search for mixed precision needs them; 0 measures none.
         offload_dir: Directory for activations that do not fit into memory; None for that of
             temporary files.
         check_size: Called before the data runs, with the bytes that ``save_statistics`` will write
@@ -115,9 +120,9 @@ def collect_statistics(
             with _prepared(model, offload_dir):
                 inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
-                calls = list(islice(flatten_batches(batches), probes))
+                pieces = first_pieces(batches, probes)
                 grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
-                measured = measure_probes(model, structure.blocks, units, calls, grams)
+                measured = measure_probes(model, structure.blocks, units, pieces, grams)
         finally:
             restore_layers(model)
     return inputs.assemble(digests, data, units, measured)

@@ -32,6 +32,7 @@ _KINDS = {
     "letters": dict[str, int],
     "fine_probes": dict[str, tuple[float, int, float]],
 }
+_PROBES = ("probes", "fine_probes")
 # What earlier files of this layout lack.
 _LATER: dict[str, Any] = {"letters": {}, "fine_probes": {}}
 
@@ -143,12 +144,14 @@ def _read_header(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {error} {anew}") from None
     layers, first = set(header["readers"]), set(header["tokens"])
     named = {name for unit in header["units"] for name in unit}
-    named |= {*header["probes"], *header["fine_probes"]}
+    named |= {name for key in _PROBES for name in header[key]}
     unknown = sorted((named - layers) | (set(header["readers"].values()) - first))
     unknown += sorted(set(header["samples"]) - first)
     if unknown:
         raise ValueError(f"{path}: {unknown[0]!r} is no layer of its readers. {anew}")
     counts = [(f"{key}.{x}", n) for key in ("tokens", "letters") for x, n in header[key].items()]
+    for key in _PROBES:
+        counts += [(f"{key}.{x}", min(probe[1:])) for x, probe in header[key].items()]
     wrong = [name for name, count in counts if count < 0]
     if wrong:
         raise ValueError(f"{path}: {wrong[0]} is negative. {anew}")

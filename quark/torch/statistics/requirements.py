@@ -17,22 +17,22 @@ from quark.torch.pipeline.shapes import (
 )
 from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.statistics.collection import TOKENS
+from quark.torch.statistics.sensitivities import PIECE
 
 _WEIGHTS = 8  # copies in float32 of a weight whose rounding is measured
 
 
-def list_work(model: ModelShape, call: int, probes: int) -> list[tuple[str, StepWork]]:
+def list_work(model: ModelShape, probes: int) -> list[tuple[str, StepWork]]:
     """Return the name of each step of ``collect_statistics``, and what it takes for a block.
 
     Args:
         model: The model.
-        call: Tokens of a model call on which sensitivities are measured.
-        probes: Number of these calls, 0 for no sensitivities.
+        probes: Number of pieces of the data on which sensitivities are measured, 0 for none.
     """
     kept = sum(_kept(block) for block in model.blocks)
     steps: list[tuple[str, StepWork]] = [("statistics", partial(_observing, kept))]
     if probes:
-        steps.append(("sensitivities", partial(_probing, kept, model, call, probes)))
+        steps.append(("sensitivities", partial(_probing, kept, model, probes)))
     return steps
 
 
@@ -48,17 +48,15 @@ def _observing(kept: int, block: BlockShape, data: DataShape) -> Work:
     return Work(kept + 2 * block.grams, 1.0, flops, stores=3, changes=False)
 
 
-def _probing(
-    kept: int, model: ModelShape, call: int, probes: int, block: BlockShape, data: DataShape
-) -> Work:
-    """Return what it takes to run the calls once for each layer of a block.
+def _probing(kept: int, model: ModelShape, probes: int, block: BlockShape, data: DataShape) -> Work:
+    """Return what it takes to run the pieces once for each layer of a block.
 
-    Stores hold what the blocks return for each call, and its log-probabilities. The output head
-    gives logits of a part of a call: they and their log-probabilities, beside the stored ones.
+    Stores hold what the blocks return for each piece, and its log-probabilities. The output head
+    gives logits of a part of a piece: they and their log-probabilities, beside the stored ones.
     """
     own = data.itemsize if data.itemsize < FLOAT32 else 0
-    head = (own + 3 * FLOAT32) * min(ROWS_AT_ONCE, call) * data.labels + own * model.around_largest
+    head = (own + 3 * FLOAT32) * min(ROWS_AT_ONCE, PIECE) * data.labels + own * model.around_largest
     weights = block.largest(lambda layer: _WEIGHTS * FLOAT32 * layer.elements)
     predictions = FLOAT32 * data.labels // max(1, len(model.blocks))  # their share of a block
-    held = probes * call * (data.hidden * data.itemsize + predictions)
+    held = probes * PIECE * (data.hidden * data.itemsize + predictions)
     return Work(kept + head + weights, changes=False, held=held)

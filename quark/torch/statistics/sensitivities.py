@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -41,8 +42,8 @@ from quark.torch.statistics.log_probabilities import predict_parts
 
 logger = logging.getLogger(__name__)
 
-PROBES = 1  # default number of model calls on which sensitivities are measured
-CALL_TOKENS = 256  # of a call that are measured, at most
+PROBES = 2  # default number of pieces of the data on which sensitivities are measured
+PIECE = 256  # tokens of a piece
 COARSE, FINE = 2, 4  # bits
 GROUP = 64  # group size of the rounding
 LONG = 10.0  # seconds from which on the time is told
@@ -60,7 +61,7 @@ def measure_probes(
     model: nn.Module,
     blocks: Sequence[str],
     units: Sequence[Sequence[str]],
-    calls: Sequence[Any],
+    pieces: Sequence[Any],
     grams: Mapping[str, Gram],
 ) -> Probes:
     """Return the effect of rounding each unit alone.
@@ -69,13 +70,13 @@ def measure_probes(
         model: The model, whose layers have quantizers of weights that are switched off.
         blocks: Its blocks in the order of execution.
         units: Layers that are rounded together, all of one block, in the order of blocks.
-        calls: Data of calls, of which the first tokens are measured. Without any, nothing is.
+        pieces: The result of ``first_pieces``. Without any, nothing is measured.
         grams: Sums over the inputs of each layer, by name.
     """
     probes = Probes({}, {})
-    if not calls:
+    if not pieces:
         return probes
-    with _Runs(model, blocks, list(map(_cut, calls))) as runs:
+    with _Runs(model, blocks, pieces) as runs:
         start = time.monotonic()
         for number, unit in enumerate(show_progress(units, "sensitivities")):
             layers = {name: _get_layer(model, name) for name in unit}
@@ -94,11 +95,22 @@ def measure_probes(
     return probes
 
 
-def _cut(call: Any) -> Any:
-    """Return the first sequences of a call with at most so many tokens, or a part of the first."""
-    chunk = next(iter(Chunks([call], tokens=CALL_TOKENS)))
-    _, length = count_tokens(chunk)
-    return take_excerpt(chunk, CALL_TOKENS) if length > CALL_TOKENS else chunk
+def first_pieces(batches: Iterable[Any], count: int) -> list[Any]:
+    """Return the first pieces of data, whatever its batches.
+
+    A piece is some sequences with 256 tokens together, or the first 256 tokens of a longer one.
+    Sequences that have more than tokens, such as images, are not cut.
+
+    Args:
+        batches: Batches that can be iterated any number of times.
+        count: The largest number of pieces.
+    """
+
+    def cut(chunk: Any) -> Any:
+        _, length = count_tokens(chunk)
+        return take_excerpt(chunk, PIECE) if length > PIECE else chunk
+
+    return list(map(cut, islice(Chunks(batches, tokens=PIECE), count)))
 
 
 def _tell_time(first: float, units: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Statistics come back from files as they were, or not at all."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -107,6 +108,21 @@ def test_missing_tensors_are_refused(stored):
     header["tokens"]["model.layers.7.mlp.up_proj"] = 3
     (stored / HEADER).write_text(json.dumps(header), "utf-8")
     with pytest.raises(ValueError, match="lacks tensors"):
+        load_statistics(stored)
+
+
+@pytest.mark.parametrize("key", ["probes", "fine_probes"])
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [(-1.0, " is negative"), (math.nan, r"\[2\]: expected a number")],
+    ids=["negative", "nan"],
+)
+def test_probes_that_no_run_gives_are_refused(stored, key, value, problem):
+    header = json.loads((stored / HEADER).read_text("utf-8"))
+    name = next(iter(header[key]))
+    header[key][name][2] = value
+    (stored / HEADER).write_text(json.dumps(header), "utf-8")
+    with pytest.raises(ValueError, match=f"{key}.{name}{problem}"):
         load_statistics(stored)
 
 

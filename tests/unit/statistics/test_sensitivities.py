@@ -150,9 +150,9 @@ class TestParts:
             monkeypatch.setattr(output_head, "ROWS_AT_ONCE", rows)
             sizes.clear()
             found.append(probes_of(long, data))
-            assert max(sizes) == min(rows, sensitivities.CALL_TOKENS)
+            assert max(sizes) == min(rows, sensitivities.PIECE)
         for name, probe in found[0].items():
-            assert probe.tokens == found[1][name].tokens == 2 * sensitivities.CALL_TOKENS
+            assert probe.tokens == found[1][name].tokens == 2 * sensitivities.PIECE
             assert probe.divergence == pytest.approx(found[1][name].divergence, rel=1e-4)
 
     def test_a_model_that_predicts_one_class(self, build):
@@ -187,11 +187,13 @@ class TestParts:
     ("shape", "expected"),
     [((3, 300), (1, 256)), ((5, 100), (2, 100)), ((40, 4), (40, 4)), ((1, 256), (1, 256))],
 )
-def test_a_part_of_a_call_is_measured(shape, expected):
-    call = torch.arange(3, 3 + shape[0] * shape[1]).view(shape)
-    cut = sensitivities._cut(call)
-    assert cut.shape == expected
-    assert torch.equal(cut, call[: expected[0], : expected[1]])
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_pieces_do_not_depend_on_batches(shape, expected, size):
+    data = torch.arange(3, 3 + shape[0] * shape[1]).view(shape)
+    piece, *others = sensitivities.first_pieces(list(data.split(size)), 2)
+    assert len(others) == (expected[0] < shape[0])
+    assert piece.shape == expected
+    assert torch.equal(piece, data[: expected[0], : expected[1]])
 
 
 @pytest.mark.parametrize("kind", ["unknown", "known"])
