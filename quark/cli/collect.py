@@ -65,8 +65,8 @@ class CollectRequest(DataFlags):
             metavar="N",
             min=0,
             help="Number of windows on which the sensitivity of each layer is measured, by "
-            "rounding it alone: up to 256 tokens of each (0 = none, which saves a third of the "
-            "time or more; only 'quark search' needs them).",
+            "rounding it alone: up to 256 tokens of each (0 = none, which saves "
+            "time; only 'quark search' needs them).",
         ),
     ] = 2
     overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False

@@ -80,7 +80,7 @@ class Statistics:
     fine_probes: Mapping[str, Probe] = field(default_factory=dict)
 
     def loss(self, name: str, error: float) -> float:
-        """Return what predictions lose if the outputs of a unit change, in nats per token.
+        """Return the loss of predictions, in nats per token, for an error of the outputs of a unit.
 
         It is the power law through both probes between their errors, and proportional to the error
         beyond, or with one probe.

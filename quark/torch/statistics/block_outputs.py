@@ -1,4 +1,4 @@
-"""What the blocks of a model returned for some calls, so that a call can begin at a block."""
+"""Recorded outputs of blocks: a call can begin at a block, and the blocks before do not run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHER_TOKENS = 8  # of an excerpt that is shorter than another
 
 
 class BlockOutputs:
-    """What the blocks of a model returned for some calls, so that a call can begin at a block.
+    """Outputs of the blocks of a model, recorded for some calls.
 
     Args:
         model: The model.
@@ -36,11 +36,11 @@ class BlockOutputs:
         self._entrances: set[str] = set()  # blocks that a call can begin at
 
     def clear(self) -> None:
-        """Forget what blocks returned."""
+        """Forget all outputs."""
         self._store.clear()
 
     def recorded(self, block: str, index: int) -> Any:
-        """Return what a block returned for a recorded call, None if that was not recorded."""
+        """Return the output of a block for a call, None if it was not recorded."""
         form = self._forms[index].get(block)
         return None if form is None else self._get(form)
 

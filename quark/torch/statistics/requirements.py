@@ -49,7 +49,7 @@ def _observing(kept: int, block: BlockShape, data: DataShape) -> Work:
 
 
 def _probing(kept: int, model: ModelShape, probes: int, block: BlockShape, data: DataShape) -> Work:
-    """Return what it takes to run the pieces once for each layer of a block.
+    """Return the work of running the pieces of data once for each layer of a block.
 
     Stores hold what the blocks return for each piece, and its log-probabilities. The output head
     gives logits of a part of a piece: they and their log-probabilities, beside the stored ones.

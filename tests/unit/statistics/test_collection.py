@@ -71,7 +71,7 @@ def test_collecting_leaves_no_trace(build, batches, unchanged):
 
 
 def outputs_of(model, block, batches):
-    """What a block returns, (tokens, channels), and log-probabilities of the whole model."""
+    """Outputs of a block, (tokens, channels), and log-probabilities of the whole model."""
     states = []
     model.get_submodule(block).register_forward_hook(
         lambda *args: states.append(args[-1].flatten(0, -2))
