@@ -68,7 +68,7 @@ class CollectRequest(DataFlags):
             "rounding it alone: up to 256 tokens of each (0 = none, which saves "
             "time; only 'quark search' needs them).",
         ),
-    ] = 2
+    ] = 1
     overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False
     as_json: Json = False
     given: frozenset[str] = frozenset()

@@ -164,9 +164,9 @@ def choose(
     steps = [bits[0] + (bits[-1] - bits[0]) * step / GRID for step in range(GRID + 1)]
 
     def is_within(step: int) -> bool:
-        predictions = measure.mixture(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
-        assert predictions is not None
-        return predictions.perplexity <= highest
+        measured = measure.mixture(f"{steps[step]:.2f} bits", mixture.choose(steps[step]))
+        assert measured is not None
+        return measured.predictions.perplexity <= highest
 
     low, high = -1, GRID  # above the limit, within the limit
     if not is_within(high):

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from quark.torch.search.mixtures import Mixture
 
 FORMATS = ("int2_wo_64", "int3_wo_128", "int4_wo_128", "int4_wo_32", "int8_wo")
-PROBES = 2  # pieces of text on which sensitivities are measured
+PROBES = 1  # pieces of text on which sensitivities are measured
 
 HELP = f"""
 Choose the format of each layer with the least loss at a given size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quark.cli import console
@@ -25,8 +25,23 @@ TOLERANCE = 0.005  # relative difference of sizes that count as equal
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A mixture that ran beside the original.
+
+    Attributes:
+        predictions: Its predictions, compared with those of the original.
+        routers: See ``Result``.
+    """
+
+    predictions: Predictions
+    routers: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Measure:
     """Measures mixtures with weights rounded to the nearest, beside the original on the same text.
+
+    A mixture is measured once.
 
     Attributes:
         windows: Token identifiers, (windows, length); None if nothing is measured.
@@ -38,6 +53,7 @@ class Measure:
     windows: torch.Tensor | None
     configure: Callable[[Mapping[str, str]], Config]
     reference: Reference
+    _done: dict[tuple[tuple[str, str], ...], Measured] = field(default_factory=dict)
 
     def original(self) -> Predictions | None:
         """Return the predictions of the float model, which runs once; None without text."""
@@ -48,16 +64,20 @@ class Measure:
                 self.reference.run(self.model, self.windows, BATCH_SIZE, ORIGINAL)
         return self.reference.predictions
 
-    def mixture(self, title: str, chosen: Mapping[str, str]) -> Predictions | None:
-        """Return the predictions of a mixture beside those of the original; None without text."""
+    def mixture(self, title: str, chosen: Mapping[str, str]) -> Measured | None:
+        """Measure a mixture beside the original; None without text."""
         from quark.torch.evaluation.perplexity import BATCH_SIZE
         from quark.torch.search.mixtures import temporarily_quantized
 
         if self.windows is None or self.original() is None:
             return None
-        rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
-        with console.stage(f"perplexity of {title}"), rounding:
-            return self.reference.compare(self.model, self.windows, BATCH_SIZE, title=title)
+        key = tuple(sorted(chosen.items()))
+        if key not in self._done:
+            rounding = temporarily_quantized(self.model, self.configure(chosen), self.statistics)
+            with console.stage(f"perplexity of {title}"), rounding:
+                found = self.reference.compare(self.model, self.windows, BATCH_SIZE, title=title)
+            self._done[key] = Measured(found, self.reference.agreement)
+        return self._done[key]
 
 
 def curve_of(mixture: Mixture, measure: Measure, solved: bool) -> LossCurve:
@@ -77,9 +97,9 @@ def curve_of(mixture: Mixture, measure: Measure, solved: bool) -> LossCurve:
         return LossCurve()
 
     def divergence(chosen: Mapping[str, str]) -> float:
-        predictions = measure.mixture(f"{mixture.cost(chosen)[0]:.2f} bits", chosen)
-        assert predictions is not None and predictions.kl is not None
-        return predictions.kl
+        measured = measure.mixture(f"{mixture.cost(chosen)[0]:.2f} bits", chosen)
+        assert measured is not None and measured.predictions.kl is not None
+        return measured.predictions.kl
 
     return measure_curve(mixture, divergence)
 
@@ -151,8 +171,8 @@ def measure_result(
     mixed, rows = mixture.cost(chosen), mixture.uniform()
     fitting = [name for name, (bits, _) in rows.items() if bits <= mixed[0] * (1 + TOLERANCE)]
     rival = max(fitting, key=lambda name: rows[name][0], default=None)
-    measured = {"mixed": measure.mixture(MIXTURE, chosen)}
-    routers = measure.reference.agreement
+    measured = {"mixed": (found := measure.mixture(MIXTURE, chosen))}
+    routers = {} if found is None else found.routers
     if rival is not None:
         measured[rival] = measure.mixture(rival, dict.fromkeys(chosen, rival))
     ordered = sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1])
@@ -161,6 +181,7 @@ def measure_result(
     for name, (bits, loss) in ordered:
         size, found = size_of_mixture(mixture.units, formats[name], outside), measured.get(name)
         time = None if seconds is None else 1e3 * time_of(mixture.units, seconds, formats[name])
-        figures = (None, None) if found is None else (found.kl, found.perplexity)
+        ran = None if found is None else found.predictions
+        figures = (None, None) if ran is None else (ran.kl, ran.perplexity)
         sizes.append(Row(name, bits, *size, time, curve(loss), *figures))
     return Result(sizes, None if original is None else original.perplexity, routers)

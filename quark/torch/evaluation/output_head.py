@@ -49,7 +49,7 @@ class OutputHead:
         self._name = names[0] if len(names) == 1 else None
         self._is_proved: bool | None = None
 
-    def run(self, run: Run, tokens: torch.Tensor, receive: Receive) -> None:
+    def run(self, run: Run, tokens: torch.Tensor, receive: Receive, every: int = 1) -> None:
         """Run the model on a batch.
 
         Args:
@@ -57,14 +57,16 @@ class OutputHead:
             tokens: The batch, (windows, length).
             receive: Takes the logits of successive parts: the first position of each, and logits
                 (windows, positions, vocabulary).
+            every: Distance of the positions that get logits, from the first one on.
 
         Raises:
             ValueError: The model returns no logits.
         """
-        step = max(1, ROWS_AT_ONCE // len(tokens))
+        step = max(1, ROWS_AT_ONCE // len(tokens)) * every
         starts = range(0, tokens.shape[1], step)
-        if self._name is None or self._is_proved is False or len(starts) == 1:
-            self._run_whole(run, step, receive)
+        is_small = len(starts) == every == 1
+        if self._name is None or self._is_proved is False or is_small:
+            self._run_whole(run, step, receive, every)
             return
         parts = _Parts(self._model, self._name, run, tokens.shape)
         with parts.ready():
@@ -72,14 +74,14 @@ class OutputHead:
                 self._is_proved = parts.prove()
             if self._is_proved:
                 for start in starts:
-                    receive(start, parts.logits(_slice(start, start + step)))
+                    receive(start, parts.logits(_slice(start, start + step, every)))
                 return
-        self._run_whole(run, step, receive)
+        self._run_whole(run, step, receive, every)
 
-    def _run_whole(self, run: Run, step: int, receive: Receive) -> None:
+    def _run_whole(self, run: Run, step: int, receive: Receive, every: int) -> None:
         logits = logits_of(run())
         for start in range(0, logits.shape[1], step):
-            receive(start, logits[:, start : start + step])
+            receive(start, logits[:, start : start + step : every])
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -88,8 +90,8 @@ def _is_compiled(model: nn.Module) -> bool:
     return is_wrapped or any(m._compiled_call_impl is not None for m in model.modules())
 
 
-def _slice(start: int, end: int) -> Select:
-    return lambda x: x[:, start:end]
+def _slice(start: int, end: int, every: int = 1) -> Select:
+    return lambda x: x[:, start:end:every]
 
 
 class _Unfit(RuntimeError):

@@ -147,7 +147,7 @@ def measure_costs(
     if not statistics.probes:
         raise ValueError(
             "These statistics were collected without sensitivities (probes=0): collect them with "
-            "probes=2 (quark collect --probes 2)."
+            "probes=1 (quark collect --probes 1)."
         )
     statistics.check(model)
     patterns = resolve_exclude(list(exclude), model)

@@ -62,6 +62,7 @@ from quark.torch.quantization.preparation import (
 )
 from quark.torch.statistics.sensitivities import (
     PROBES,
+    SEEN,
     Probes,
     coarse_spec,
     first_pieces,
@@ -89,8 +90,9 @@ def collect_statistics(
     Args:
         model: A float model, on any device. It is unchanged afterwards.
         dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
-        probes: Number of pieces of the data, of 256 tokens each, on which sensitivities are
-            measured. Only a search for mixed precision needs them; 0 measures none.
+        probes: Number of pieces of the data, of 256 tokens each, whose predictions are measured
+            for sensitivities; twice as many run through single blocks. Only a search for mixed
+            precision needs them; 0 measures none.
         offload_dir: Directory for activations that do not fit into memory; None for that of
             temporary files.
         check_size: Called before the data runs, with the bytes that ``save_statistics`` will write
@@ -120,9 +122,11 @@ def collect_statistics(
             with _prepared(model, offload_dir):
                 inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
-                pieces = first_pieces(batches, probes)
+                pieces = first_pieces(batches, SEEN * probes)
                 grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
-                measured = measure_probes(model, structure.blocks, units, pieces, grams)
+                measured = measure_probes(
+                    model, structure.blocks, units, pieces, probes, grams
+                )
         finally:
             restore_layers(model)
     return inputs.assemble(digests, data, units, measured)

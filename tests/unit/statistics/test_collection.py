@@ -81,30 +81,37 @@ def outputs_of(model, block, batches):
     return torch.cat(states), torch.cat(log_probs)
 
 
-def test_probes_are_what_rounding_a_layer_does(build, batches):
+@pytest.mark.parametrize("probes", [1, 2])
+def test_probes_are_what_rounding_a_layer_does(probes, build, batches):
     """Round one layer by hand; look at its block, and at the predictions of the whole model."""
-    statistics = collect_statistics(build("llama"), batches, probes=2)
+    statistics = collect_statistics(build("llama"), batches, probes=probes)
     block, name = "model.layers.0", "model.layers.0.mlp.up_proj"
     x = seen_by(build("llama"), batches)[name]
     states, log_probs = outputs_of(build("llama"), block, batches)
+    positions = [torch.arange(batch.numel()).view(batch.shape) for batch in batches]
+    starts = [0, batches[0].numel()]
+    predicted = [p[:, ::2].flatten() + start for p, start in zip(positions, starts, strict=True)]
+    predicted = torch.cat(predicted[:probes])  # every second token of the pieces
+    seen = slice(starts[1]) if probes == 1 else slice(None)  # tokens of these pieces
     relative, lost = {}, {}
-    for bits, probes in ((2, statistics.probes), (4, statistics.fine_probes)):
+    for bits, found in ((2, statistics.probes), (4, statistics.fine_probes)):
         model = build("llama")
         weight = model.get_submodule(name).weight
         quantizer = TensorQuantizer(scheme(f"int{bits}_wo_64").weight.for_parameter())
         with torch.no_grad():
             change = quantizer.fake_quantize_copy(weight) - weight
             weight += change
-        others, predicted = outputs_of(model, block, batches)
-        relative[bits] = ((others - states).norm(dim=1) / states.norm(dim=1)).square().mean()
-        lost[bits] = (log_probs.exp() * (log_probs - predicted)).sum(-1).mean()
-        assert probes[name].tokens == len(x)
-        assert probes[name].error == pytest.approx(
+        others, changed = outputs_of(model, block, batches)
+        relative[bits] = ((others - states).norm(dim=1) / states.norm(dim=1)).square()
+        lost[bits] = (log_probs.exp() * (log_probs - changed)).sum(-1)[predicted].mean()
+        assert found[name].tokens == len(predicted)
+        assert found[name].error == pytest.approx(
             float((x @ change.T).square().sum().detach()), rel=1e-3
         )
     coarse, fine = statistics.probes[name], statistics.fine_probes[name]
-    assert coarse.divergence / coarse.tokens == pytest.approx(float(lost[2]), rel=1e-3)
-    ratio = float(relative[4] / relative[2])
+    share = float(relative[2].mean() / relative[2][seen].mean())  # all pieces beside these
+    assert coarse.divergence / coarse.tokens == pytest.approx(share * float(lost[2]), rel=1e-3)
+    ratio = float(relative[4].mean() / relative[2].mean())
     assert fine.divergence / coarse.divergence == pytest.approx(ratio, rel=1e-3)
 
 
@@ -115,8 +122,8 @@ def test_no_probes_no_sensitivities(build, batches):
 
 def test_padding_does_not_count(build, batches):
     ids = batches[0]
-    padded = torch.cat([torch.full((len(ids), 3), 2), ids], 1)
-    mask = torch.cat([torch.zeros(len(ids), 3), torch.ones_like(ids)], 1).long()
+    padded = torch.cat([torch.full((len(ids), 4), 2), ids], 1)
+    mask = torch.cat([torch.zeros(len(ids), 4), torch.ones_like(ids)], 1).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     batch = {"input_ids": padded, "attention_mask": mask, "position_ids": positions}
     found = collect_statistics(build(), [batch])

@@ -8,7 +8,9 @@ import pytest
 from safetensors.torch import load_file
 
 from quark.torch import load_statistics
+from quark.torch.evaluation.predictions import Reference
 from quark.torch.quantization.config.config import Config
+from quark.torch.search.loss_curve import MIXTURES
 
 FORMATS = "int2_wo_32,int4_wo_32,int8_wo"
 DATA = ("--num_calib_data", 4, "--seq_len", 32)
@@ -186,6 +188,23 @@ def test_predicted_losses_pass_through_measured_mixtures(search, collected):
     assert measured["int8_wo"]["divergence"] is None
     losses = [measured[name]["loss"] for name in ("int2_wo_32", "int4_wo_32", "int8_wo")]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_a_mixture_is_measured_once(search, collected, monkeypatch):
+    """The smallest mixture is the end of the curve, the mixture, and one format for all layers."""
+    titles, compare = [], Reference.compare
+
+    def note(reference, *args, title, **options):
+        titles.append(title)
+        return compare(reference, *args, title=title, **options)
+
+    monkeypatch.setattr(Reference, "compare", note)
+    flags = ("--statistics", collected, "--target_bits", 3.07, "--num_eval_data", 2, "--json")
+    result, _ = search(*flags)
+    assert result.exit_code == 0, result.output
+    assert len(titles) == len(set(titles)) <= MIXTURES
+    rows = {row["name"]: row for row in json.loads(result.stdout)["sizes"]}
+    assert rows["mixed"]["divergence"] == rows["int2_wo_32"]["divergence"] > 0
 
 
 def test_losses_of_solved_weights_are_sums(search, collected):
