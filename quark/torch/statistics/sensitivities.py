@@ -246,9 +246,9 @@ class _Runs:
             self._parts.append(range(first, len(self._expected)))
         if not self.tokens:
             raise ValueError(
-                f"The first {len(self._parts)} pieces of the data have no token at an even position "
-                "that is no padding, and sensitivities are measured on these. Pass probes=0, or "
-                "data with more tokens."
+                "Sensitivities are measured on tokens at even positions, and the first "
+                f"{len(self._parts)} pieces of the data have no token at an even position that is "
+                "not padding. Pass probes=0, or data with more tokens."
             )
         for call in self._calls[self._predicted :]:
             with self._outputs.recording():
