@@ -161,7 +161,7 @@ class TestParts:
 
     def test_padding_that_leaves_no_token_to_measure(self, long):
         batch = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]])}
-        with pytest.raises(ValueError, match=r"no token at an even position that is not padding\. Pass"):
+        with pytest.raises(ValueError, match="no token at an even position"):
             collect_statistics(long, [batch])
 
     def test_a_model_that_predicts_one_class(self, build):
