@@ -49,7 +49,7 @@ class OutputHead:
         self._name = names[0] if len(names) == 1 else None
         self._is_proved: bool | None = None
 
-    def run(self, run: Run, tokens: torch.Tensor, receive: Receive, every: int = 1) -> None:
+    def run(self, run: Run, tokens: torch.Tensor, receive: Receive) -> None:
         """Run the model on a batch.
 
         Args:
@@ -57,16 +57,14 @@ class OutputHead:
             tokens: The batch, (windows, length).
             receive: Takes the logits of successive parts: the first position of each, and logits
                 (windows, positions, vocabulary).
-            every: Distance of the positions that get logits, from the first one on.
 
         Raises:
             ValueError: The model returns no logits.
         """
-        step = max(1, ROWS_AT_ONCE // len(tokens)) * every
+        step = max(1, ROWS_AT_ONCE // len(tokens))
         starts = range(0, tokens.shape[1], step)
-        is_small = len(starts) == every == 1
-        if self._name is None or self._is_proved is False or is_small:
-            self._run_whole(run, step, receive, every)
+        if self._name is None or self._is_proved is False or len(starts) == 1:
+            self._run_whole(run, step, receive)
             return
         parts = _Parts(self._model, self._name, run, tokens.shape)
         with parts.ready():
@@ -74,14 +72,14 @@ class OutputHead:
                 self._is_proved = parts.prove()
             if self._is_proved:
                 for start in starts:
-                    receive(start, parts.logits(_slice(start, start + step, every)))
+                    receive(start, parts.logits(_slice(start, start + step)))
                 return
-        self._run_whole(run, step, receive, every)
+        self._run_whole(run, step, receive)
 
-    def _run_whole(self, run: Run, step: int, receive: Receive, every: int) -> None:
+    def _run_whole(self, run: Run, step: int, receive: Receive) -> None:
         logits = logits_of(run())
         for start in range(0, logits.shape[1], step):
-            receive(start, logits[:, start : start + step : every])
+            receive(start, logits[:, start : start + step])
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -90,8 +88,8 @@ def _is_compiled(model: nn.Module) -> bool:
     return is_wrapped or any(m._compiled_call_impl is not None for m in model.modules())
 
 
-def _slice(start: int, end: int, every: int = 1) -> Select:
-    return lambda x: x[:, start:end:every]
+def _slice(start: int, end: int) -> Select:
+    return lambda x: x[:, start:end]
 
 
 class _Unfit(RuntimeError):

@@ -24,9 +24,7 @@ def predict(model: nn.Module, call: Any) -> torch.Tensor:
     return log_probs(logits_of(model, call), padding_mask(call))
 
 
-def predict_parts(
-    model: nn.Module, call: Any, head: OutputHead | None, receive: Receive, every: int = 1
-) -> None:
+def predict_parts(model: nn.Module, call: Any, head: OutputHead | None, receive: Receive) -> None:
     """Compute the log-probabilities of a call in parts, without padding.
 
     The output head of a language model runs on a few tokens at a time. Predictions of other models
@@ -37,7 +35,6 @@ def predict_parts(
         call: Data of the call.
         head: The output head of the model; None if it does not predict each token of a sequence.
         receive: Takes the log-probabilities of successive parts.
-        every: Distance of the tokens that a language model predicts, from the first one on.
 
     Raises:
         ValueError: The model returns no logits.
@@ -48,10 +45,10 @@ def predict_parts(
         return
 
     def take(first: int, logits: torch.Tensor) -> None:
-        part = None if mask is None else mask[:, first::every][:, : logits.shape[1]]
+        part = None if mask is None else mask[:, first : first + logits.shape[1]]
         receive(log_probs(logits, part))
 
-    head.run(partial(run_batch, model, call), tokens, take, every)
+    head.run(partial(run_batch, model, call), tokens, take)
 
 
 def _tokens(call: Any) -> torch.Tensor | None:

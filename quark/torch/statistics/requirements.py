@@ -17,7 +17,7 @@ from quark.torch.pipeline.shapes import (
 )
 from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.statistics.collection import TOKENS
-from quark.torch.statistics.sensitivities import EVERY, PIECE, SEEN
+from quark.torch.statistics.sensitivities import PIECE, SEEN
 
 _WEIGHTS = 8  # copies in float32 of a weight whose rounding is measured
 
@@ -57,6 +57,6 @@ def _probing(kept: int, model: ModelShape, probes: int, block: BlockShape, data:
     own = data.itemsize if data.itemsize < FLOAT32 else 0
     head = (own + 3 * FLOAT32) * min(ROWS_AT_ONCE, PIECE) * data.labels + own * model.around_largest
     weights = block.largest(lambda layer: _WEIGHTS * FLOAT32 * layer.elements)
-    predictions = FLOAT32 * data.labels // (EVERY * max(1, len(model.blocks)))  # share of a block
+    predictions = FLOAT32 * data.labels // max(1, len(model.blocks))  # their share of a block
     held = probes * PIECE * (SEEN * data.hidden * data.itemsize + predictions)
     return Work(kept + head + weights, changes=False, held=held)

@@ -53,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 PROBES = 1  # default number of pieces of the data whose predictions are measured
 PIECE = 256  # tokens of a piece
-EVERY = 2  # distance of the tokens of a piece that are predicted
 SEEN = 2  # for each piece that is predicted, pieces that run through single blocks
 COARSE, FINE = 2, 4  # bits
 GROUP = 64  # group size of the rounding
@@ -242,14 +241,8 @@ class _Runs:
         for call in self._calls[: self._predicted]:
             first = len(self._expected)
             with self._outputs.recording():
-                predict_parts(self._model, call, self._head, self._keep, EVERY)
+                predict_parts(self._model, call, self._head, self._keep)
             self._parts.append(range(first, len(self._expected)))
-        if not self.tokens:
-            raise ValueError(
-                "Sensitivities are measured on tokens at even positions, and the first "
-                f"{len(self._parts)} pieces of the data have no token at an even position that is "
-                "not padding. Pass probes=0, or data with more tokens."
-            )
         for call in self._calls[self._predicted :]:
             with self._outputs.recording():
                 run_batch(self._model, call)
@@ -273,7 +266,7 @@ class _Runs:
         for index, parts in enumerate(self._parts):
             with self._outputs.beginning_at(block, index):
                 receive = partial(compare, iter(parts))
-                predict_parts(self._model, self._calls[index], self._head, receive, EVERY)
+                predict_parts(self._model, self._calls[index], self._head, receive)
         return float(torch.cat(divergences).sum())
 
     def block_errors(self, block: str) -> tuple[float, float]:
