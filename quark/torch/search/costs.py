@@ -85,16 +85,19 @@ def find_problem(model: nn.Module, unit: Sequence[str], layer: QuantizationConfi
     return None
 
 
-def stored_bits(config: QuantizationConfig, shape: tuple[int, ...]) -> int:
+def stored_bits(
+    config: QuantizationConfig, shape: tuple[int, ...], is_transposed: bool = False
+) -> int:
     """Return the bits that the weight of a layer takes in a checkpoint: codes, scales, zero points.
 
     Args:
         config: How the layer is quantized, its weight at least.
         shape: Shape of the weight.
+        is_transposed: Whether the weight is (in, out) instead of (out, in).
     """
     assert config.weight is not None
     layout = QuarkFormat(Config(), JsonExporterConfig()).layout_of(config)
-    parts = layout.declare(config.weight, shape, True)
+    parts = layout.declare(config.weight.for_parameter(is_transposed), shape, True)
     return sum(8 * math.prod(size) * dtype.itemsize for size, dtype in parts.values())
 
 
@@ -133,7 +136,7 @@ def _compute_cost(
     name: str, layer: FakeQuantizedLayer, statistics: Statistics, solved: bool
 ) -> Cost:
     compute_weight_scales({name: layer}, Config())
-    bits = stored_bits(layer.quant_config, tuple(layer.weight.shape))
+    bits = stored_bits(layer.quant_config, tuple(layer.weight.shape), layer.input_axis == 0)
     gram = statistics.grams({name: layer})[name]
     is_solved = solved and gram.total is not None and has_quantized_weight(layer.quant_config)
     weight = _round_by_gptq(name, layer, gram) if is_solved else round_to_nearest(layer)

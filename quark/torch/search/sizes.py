@@ -11,7 +11,6 @@ small formats for attention make tokens faster.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -99,15 +98,20 @@ def reachable_bits(
     """
     with temporarily_split_experts(model):
         bits = [
-            stored_bits(config, shape) / math.prod(shape)
+            _bits_per_weight(model, name, config)
             for name in candidate_layers(model, exclude)
-            if (shape := tuple(model.get_parameter(f"{name}.weight").shape))
             for config in formats.values()
             if find_problem(model, [name], config) is None
         ]
     if not bits:
         raise ValueError(f"None of {', '.join(formats)} fits a layer: give other formats.")
     return min(bits), max(bits)
+
+
+def _bits_per_weight(model: nn.Module, name: str, config: QuantizationConfig) -> float:
+    weight = model.get_parameter(f"{name}.weight")
+    is_transposed = input_axis(type(model.get_submodule(name))) == 0
+    return stored_bits(config, tuple(weight.shape), is_transposed) / weight.numel()
 
 
 def stored_bytes(model: nn.Module) -> int:

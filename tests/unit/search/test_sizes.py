@@ -117,6 +117,26 @@ def test_stored_bits_are_those_of_the_written_tensors(name, build):
         assert stored_bits(layer.quant_config, tuple(layer.weight.shape)) == bits
 
 
+@pytest.mark.parametrize("name", ["int2_wo_64", "int3_wo_32", "uint4_wo_32", "int8_wo"])
+def test_sizes_of_a_model_whose_weights_have_inputs_first(name, build, batches):
+    """Codes and zero points are packed along other axes of such a weight, and padded to words."""
+    model = build("gpt2", n_embd=64, n_head=2, n_positions=32)
+    units = measure_costs(model, collect_statistics(model, batches), {name: scheme(name)})
+    assert reachable_bits(model, {name: scheme(name)}) == (
+        min(unit.bits[name] / unit.weights for unit in units),
+        max(unit.bits[name] / unit.weights for unit in units),
+    )
+    template = LLMTemplate.get("gpt2").get_config(name)
+    fmt = get_format("quark", Config(), JsonExporterConfig())
+    frozen = ModelQuantizer.freeze(ModelQuantizer(template).quantize_model(model))
+    written = {
+        layer: sum(8 * t.nbytes for part, t in tensors.items() if part.startswith("weight"))
+        for layer, module in quantized_layers(frozen)
+        for tensors in [fmt.layer_tensors(module, {})]
+    }
+    assert {unit.layers[0]: unit.bits[name] for unit in units} == written
+
+
 def test_reach_is_that_of_the_smallest_and_the_largest_layer(build, batches):
     model = build()
     units = measure_costs(model, collect_statistics(model, batches), FORMATS)
