@@ -184,10 +184,11 @@ def read_windows(request: DataFlags, directory: Path, held_out: bool = False) ->
     """
     described = models.read_config(directory, "--model_dir")
     length = lengths.window_length(described, request.seq_len, SEQ_LEN)
+    flag = "--eval_data" if held_out else "--dataset"
     with console.stage("reading text"):
         tokenizer = models.load_tokenizer(directory, "--model_dir", request.trust_remote_code)
         return models.text_windows(
-            request.dataset, "--dataset", tokenizer, length, request.num_calib_data, held_out
+            request.dataset, flag, tokenizer, length, request.num_calib_data, held_out
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from quark.cli import console
@@ -78,14 +78,14 @@ def check_reach(
     from quark.torch.search.sizes import reachable_bits, stored_bytes
 
     if request.target_bits is not None:
-        least, most = reachable_bits(model, formats, request.exclude_layers or ())
+        try:
+            least, most = reachable_bits(model, formats, request.exclude_layers or ())
+        except ValueError as error:
+            raise console.wrong("--formats", str(error)) from None
         if not least <= request.target_bits <= most:
             raise console.wrong(
                 "--target_bits",
-                f"{request.target_bits:g} is out of reach: of these layers, "
-                f"{', '.join(formats)} take {_rounded(least, math.ceil)} to "
-                f"{_rounded(most, math.floor)} bits per weight. Give a number between these, or "
-                "other --formats.",
+                f"{request.target_bits:g} is out of reach: {_describe_range(least, most, formats)}",
             )
     for flag in ("target_size", "target_read"):
         size, whole = getattr(request, flag), stored_bytes(model)
@@ -95,6 +95,18 @@ def check_reach(
                 f"{format_bytes(size)} limits nothing: the float model takes "
                 f"{format_bytes(whole)}. Give less.",
             )
+
+
+def _describe_range(least: float, most: float, formats: Iterable[str]) -> str:
+    """Return what bits per weight formats take, and what to do."""
+    names = f"{', '.join(formats)} take"
+    low, high = _rounded(least, math.ceil), _rounded(most, math.floor)
+    if float(low) >= float(high):
+        return f"{names} {least:.5g} bits per weight. Give other --formats."
+    return (
+        f"of these layers, {names} {low} to {high} bits per weight. Give a number between these, "
+        "or other --formats."
+    )
 
 
 def _rounded(bits: float, towards: Callable[[float], int]) -> str:
@@ -150,7 +162,7 @@ def choose(
         assert seconds is not None
         return _choose_within_time(mixture, seconds, request.target_ms)
     if request.target_bits is not None:
-        return mixture.choose(request.target_bits)
+        return _choose_within_bits(mixture, request.target_bits)
     if request.target_size is not None:
         return _choose_within("--target_size", mixture, request.target_size, outside.stored)
     if request.target_read is not None:
@@ -170,14 +182,27 @@ def choose(
 
     low, high = -1, GRID  # above the limit, within the limit
     if not is_within(high):
-        raise ValueError(
-            f"Even the largest mixture, of {bits[-1]:.2f} bits per weight, raises the perplexity "
-            f"by more than {limit:g} %: raise the limit, or add larger formats."
+        raise console.wrong(
+            "--max_perplexity_increase",
+            f"even the largest mixture, of {bits[-1]:.2f} bits per weight, raises the perplexity "
+            f"by more than {limit:g} %. Raise the limit, or add larger --formats.",
         )
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if is_within(middle) else (middle, high)
     return mixture.choose(steps[high])
+
+
+def _choose_within_bits(mixture: Mixture, bits: float) -> dict[str, str]:
+    """Return the best format of each layer for bits per weight.
+
+    Raises:
+        typer.BadParameter: Even the smallest formats that fit take more.
+    """
+    try:
+        return mixture.choose(bits)
+    except ValueError as error:
+        raise console.wrong("--target_bits", str(error)) from None
 
 
 def _choose_within_time(mixture: Mixture, seconds: Seconds, budget: float) -> dict[str, str]:
@@ -204,8 +229,8 @@ def _choose_within(flag: str, mixture: Mixture, size: int, outside: int) -> dict
     if size < least:
         raise console.wrong(
             flag,
-            f"{format_bytes(size)} are less than {format_bytes(least)}, with the smallest formats "
-            f"and the {format_bytes(outside)} that stay in float. Give {flag} "
+            f"{size:,} bytes are less than {least:,}, with the smallest formats and the "
+            f"{outside:,} that stay in float. Give {flag} "
             f"{round_up(least)}, or allow smaller formats.",
         )
     return mixture.choose((size - outside) * 8 / mixture.weights)

@@ -150,6 +150,10 @@ def _check(request: SearchRequest) -> None:
     for flag, path in {"--output": request.output, "--picture": request.picture}.items():
         if path is not None:
             check_file(flag, path, request.overwrite)
+    if request.picture is not None and request.picture.resolve() == request.output.resolve():
+        raise console.wrong(
+            "--picture", f"{request.picture} is the file of --output too. Give another name."
+        )
 
 
 def _check_exclusions(request: SearchRequest, model: nn.Module) -> None:
@@ -227,13 +231,15 @@ def _write_files(
     from quark.torch.files import write_json, write_text
     from quark.torch.search.chart import render_chart
 
-    write_json(request.output, config.to_dict(everything=True))
+    picture = None
     if request.picture is not None:
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
         corrected = {name: (bits, curve(loss)) for name, (bits, loss) in marked.items()}
         points = [(bits, curve(loss)) for bits, loss in mixture.points()]
-        title = "predicted loss, nats per token"
-        write_text(request.picture, render_chart(points, corrected, title))
+        picture = render_chart(points, corrected, "predicted loss, nats per token")
+    write_json(request.output, config.to_dict(everything=True))
+    if request.picture is not None and picture is not None:
+        write_text(request.picture, picture)
 
 
 def _print_next_step(request: SearchRequest) -> None:

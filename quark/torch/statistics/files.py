@@ -10,6 +10,7 @@ import torch
 
 from quark.torch.digests import check_unchanged
 from quark.torch.files import fresh_directory, read_json, write_json
+from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.statistics import Probe, Statistics
 from quark.torch.pipeline.tensor_ranges import TensorRange
@@ -17,6 +18,7 @@ from quark.torch.quantization.config.value_types import check_types, check_value
 from quark.torch.quantization.observer.histogram import BINS
 
 HEADER, TENSORS = "statistics.json", "statistics.safetensors"
+ANEW = "Give statistics that are whole, or collect them anew with 'quark collect'."
 LAYOUT = 3  # version of the files; others are refused
 FLOATS = ("F32", "F16", "BF16", "F64")  # of samples
 SUMS, RANGE = ("total", "magnitude"), ("lo", "hi", "counts")
@@ -92,7 +94,8 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
 
     Raises:
         FileNotFoundError: The directory holds no statistics, or no digests of them.
-        ValueError: A file has changed, is damaged, or of another version.
+        ValueError: A file has changed, is damaged, or of another version. A tensor that holds NaN
+            or infinite values raises when it is accessed.
     """
     check_types(bool, check_digests=check_digests)
     if check_digests:
@@ -101,15 +104,21 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
     tokens, samples, ranges = header["tokens"], header["samples"], header["ranges"]
     file = _open(Path(path) / TENSORS, _list_tensors(tokens, samples, ranges))
 
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = file.get_tensor(name)
+        if not is_finite(tensor):
+            raise ValueError(f"{Path(path) / TENSORS}: {name} holds NaN or infinity. {ANEW}")
+        return tensor
+
     def gram(name: str) -> Gram:
         result = Gram()
         result.tokens = tokens[name]
         if result.tokens:
-            result.total, result.magnitude = (file.get_tensor(f"{name}.{part}") for part in SUMS)
+            result.total, result.magnitude = (read(f"{name}.{part}") for part in SUMS)
         return result
 
     def tensor_range(name: str) -> TensorRange:
-        return TensorRange.from_tensors(*(file.get_tensor(f"{name}.{part}") for part in RANGE))
+        return TensorRange.from_tensors(*(read(f"{name}.{part}") for part in RANGE))
 
     return Statistics(
         header["model"],
@@ -119,7 +128,7 @@ def load_statistics(path: str | Path, check_digests: bool = False) -> Statistics
         tokens,
         tuple(tuple(unit) for unit in header["units"]),
         {name: Probe(*probe) for name, probe in header["probes"].items()},
-        _LazyMapping(samples, lambda name: file.get_tensor(f"{name}.sample")),
+        _LazyMapping(samples, lambda name: read(f"{name}.sample")),
         _LazyMapping(ranges, tensor_range),
         header["letters"],
         {name: Probe(*probe) for name, probe in header["fine_probes"].items()},
@@ -132,29 +141,31 @@ def _read_header(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is of another version, or damaged; the message has the path to the value.
     """
-    anew = "Give statistics that are whole, or collect them anew with 'quark collect'."
     header = read_json(path)
     if not isinstance(header, dict) or header.get("layout") != LAYOUT:
-        raise ValueError(f"{path} holds no statistics that this version can read. {anew}")
+        raise ValueError(f"{path} holds no statistics that this version can read. {ANEW}")
     header = _LATER | header
     for key, kind in _KINDS.items():
         try:
             check_value(header.get(key), kind, key)
         except ValueError as error:
-            raise ValueError(f"{path}: {error} {anew}") from None
+            raise ValueError(f"{path}: {error} {ANEW}") from None
     layers, first = set(header["readers"]), set(header["tokens"])
     named = {name for unit in header["units"] for name in unit}
+    for key, names in {"units": named, "probes": set(header["probes"]) or layers}.items():
+        if missing := sorted(layers - names):
+            raise ValueError(f"{path}: {key} lacks the layer {missing[0]!r}. {ANEW}")
     named |= {name for key in _PROBES for name in header[key]}
     unknown = sorted((named - layers) | (set(header["readers"].values()) - first))
     unknown += sorted(set(header["samples"]) - first)
     if unknown:
-        raise ValueError(f"{path}: {unknown[0]!r} is no layer of its readers. {anew}")
+        raise ValueError(f"{path}: {unknown[0]!r} is no layer of its readers. {ANEW}")
     counts = [(f"{key}.{x}", n) for key in ("tokens", "letters") for x, n in header[key].items()]
     for key in _PROBES:
         counts += [(f"{key}.{x}", min(probe[1:])) for x, probe in header[key].items()]
     wrong = [name for name, count in counts if count < 0]
     if wrong:
-        raise ValueError(f"{path}: {wrong[0]} is negative. {anew}")
+        raise ValueError(f"{path}: {wrong[0]} is negative. {ANEW}")
     return header
 
 

@@ -80,6 +80,7 @@ def logits_of(model: nn.Module, call: Any) -> torch.Tensor:
     if not isinstance(logits, torch.Tensor):
         raise ValueError(
             f"{type(model).__name__} returned {type(output).__name__} without logits, which "
-            "sensitivities are measured on. Pass probes=0, or a model with a head."
+            "sensitivities are measured on. A search needs a model with a head. Other statistics "
+            "need no sensitivities: probes=0 (quark collect --probes 0)."
         )
     return logits

@@ -126,6 +126,28 @@ def test_probes_that_no_run_gives_are_refused(stored, key, value, problem):
         load_statistics(stored)
 
 
+@pytest.mark.parametrize("key", ["units", "probes"])
+def test_a_header_that_lacks_a_layer(stored, key):
+    header = json.loads((stored / HEADER).read_text("utf-8"))
+    (name, *_) = header["units"].pop() if key == "units" else [header["probes"].popitem()[0]]
+    (stored / HEADER).write_text(json.dumps(header), "utf-8")
+    with pytest.raises(ValueError, match=f"{key} lacks the layer '{name}'"):
+        load_statistics(stored)
+
+
+@pytest.mark.parametrize("part", ["total", "magnitude", "sample", "lo"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_tensors_that_are_not_finite_are_refused(stored, part, value):
+    tensors = load_file(stored / TENSORS)
+    name = next(name for name in tensors if name.endswith(f".{part}"))
+    tensors[name].view(-1)[0] = value
+    save_file(tensors, stored / TENSORS)
+    found, owner = load_statistics(stored), name.rpartition(".")[0]
+    of_part = {"sample": found.samples, "lo": found.ranges}
+    with pytest.raises(ValueError, match=f"{owner}.{part} holds NaN or infinity.*collect them"):
+        of_part.get(part, found.inputs)[owner]
+
+
 def test_files_of_earlier_versions_have_one_probe(stored):
     expected = load_statistics(stored)
     header = json.loads((stored / HEADER).read_text("utf-8"))

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -239,12 +241,43 @@ def test_search_for_a_size_in_bytes(kind, most, search, collected, quantize):
 def test_a_size_in_bytes_that_is_too_small(search, collected):
     result, _ = search("--statistics", collected, "--target_size", "20kB", "--skip_evaluation")
     said = " ".join(result.output.split())
-    assert (
-        result.exit_code == 2 and "Invalid value for --target_size: 20.0 kB are less than" in said
-    )
+    assert result.exit_code == 2
+    assert "Invalid value for --target_size: 20,000 bytes are less than" in said
     least = said.split("Give --target_size ")[1].split(",")[0]
     result, _ = search("--statistics", collected, "--target_size", least, "--skip_evaluation")
     assert result.exit_code == 0, result.output
+
+
+def test_a_perplexity_that_no_mixture_keeps(search, collected, monkeypatch):
+    compare = Reference.compare
+    monkeypatch.setattr(
+        Reference, "compare", lambda *args, **o: replace(compare(*args, **o), perplexity=1e9)
+    )
+    given = ("--formats", "int2_wo_32", "--max_perplexity_increase", 0, "--num_eval_data", 2)
+    result, path = search("--statistics", collected, *given)
+    assert result.exit_code == 2
+    assert "--max_perplexity_increase: even the largest mixture" in " ".join(result.output.split())
+    assert not path.exists()
+
+
+def test_a_text_that_is_too_short_to_evaluate(search, collected, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("Yes.")
+    result, _ = search("--statistics", collected, "--target_bits", 5.5, "--eval_data", short)
+    assert result.exit_code == 2
+    assert "--eval_data" in result.output and "--dataset" not in result.output
+
+
+def test_formats_that_fit_none_of_some_layers(quark, model_dir, text, build, tmp_path):
+    """The formats that are left take more than the budget."""
+    directory, path = tmp_path / "odd", tmp_path / "odd.json"
+    shutil.copytree(model_dir, directory)
+    build(intermediate_size=40, vocab_size=2048).save_pretrained(directory)
+    formats = ("--formats", "int2_wo_32,int8_wo", "--target_bits", 3.5)
+    given = ("--output", path, "--dataset", text, "--skip_evaluation", *DATA)
+    result = quark("search", "--model_dir", directory, *formats, *given)
+    assert result.exit_code == 2, result.output
+    assert "--target_bits: 3.5 bits per weight are less than" in " ".join(result.output.split())
 
 
 def test_search_for_a_perplexity(search, collected):
@@ -279,6 +312,7 @@ def test_search_for_a_perplexity(search, collected):
         (("--target_bits", 4, "--statistics", "x", "--num_calib_data", 4), "contains this already"),
         (("--target_bits", 4, "--output", "nowhere/mixed.json"), "no directory nowhere"),
         (("--target_bits", 4, "--output", "/"), "is a directory"),
+        (("--target_bits", 4, "--output", "a", "--picture", "./a"), "is the file of --output too"),
     ],
 )
 def test_wrong_calls(flags, said, search):
@@ -293,6 +327,11 @@ def test_wrong_calls(flags, said, search):
     [
         (("--target_bits", 2), r"2 is out of reach: .* take 3\.\d+ to 9\.\d+ bits per weight"),
         (("--target_bits", 99), r"99 is out of reach: .* take 3\.\d+ to 9\.\d+ bits per weight"),
+        (
+            ("--target_bits", 4, "--formats", "int4_wo_32"),
+            r"int4_wo_32 take 5\.125 bits per weight",
+        ),
+        (("--target_bits", 6, "--formats", "int4_wo_128"), "--formats: None of int4_wo_128 fits"),
         (("--target_size", "9TB"), r"9\.0 TB limits nothing: the float model takes \d"),
         (("--target_read", "1GB"), r"1\.0 GB limits nothing: the float model takes \d"),
         (("--target_ms", 1e6), r"1e\+06 limits nothing: the layers take \d.* ms or less"),
