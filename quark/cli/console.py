@@ -105,14 +105,25 @@ def open_log_file(path: Path | None) -> None:
 
 
 class _Handler(logging.Handler):
-    """Prints each record of the log of this package in one line."""
+    """Prints each record of the log of this package in one line, and a warning once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is shown."""
-        if record.name == _steps.name:
+        if record.name == _steps.name or self._is_known(record):
             return False
         is_progress = record.name == progress.logger.name and not _Shown.is_quiet
         return record.levelno >= logging.WARNING or _Shown.is_verbose or is_progress
+
+    def _is_known(self, record: logging.LogRecord) -> bool:
+        """Whether a record is a warning that was shown before."""
+        text = record.getMessage()
+        is_known = record.levelno == logging.WARNING and text in self._warned
+        self._warned.add(text)
+        return is_known
 
     def emit(self, record: logging.LogRecord) -> None:
         label = record.levelname.lower()

@@ -214,3 +214,14 @@ def test_a_file_with_such_a_name(quark, tmp_path):
 
 def test_lines_and_tabs_stay():
     assert printable("a\n\tb é 字 🙂") == "a\n\tb é 字 🙂"
+
+
+def test_a_warning_is_shown_once():
+    logger = logging.getLogger("quark.some.part")
+    with console.session(), console.err.capture() as captured:
+        for name in ("one", "other", "one"):
+            logger.warning("%s stays in float", name)
+    with console.session(), console.err.capture() as again:
+        logger.warning("one stays in float")
+    assert captured.get().count("one stays in float") == 1
+    assert captured.get().count("other stays in float") == again.get().count("one") == 1
