@@ -23,7 +23,7 @@ _R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 # made whose name ends in "_rotated". Reasons: docs/mixed-precision.md. A check fails if
 # benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
-    "w8": ("int8_wo", (_GPTQ,)),
+    "w8": ("int8_wo", (_YAQA,)),
     "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
     "w3": ("int3_wo_signed_128", (_YAQA,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
