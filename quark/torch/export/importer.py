@@ -124,7 +124,8 @@ def import_model_from_safetensors(
         model_dir: Directory of the checkpoint.
         multi_device: Accepted for compatibility.
         trust_remote_code: Passed to Transformers.
-        attn_implementation: Passed to Transformers.
+        attn_implementation: Passed to Transformers. ``from_pretrained`` of Transformers takes
+            ``sdpa`` unless told otherwise, whose sums differ in the last bits.
         device: Where to put a model that is built here; the CPU if there is no GPU.
         multi_gpu: Accepted for compatibility.
         dequantize: Whether to return a float model with the dequantized values, to quantize it in
