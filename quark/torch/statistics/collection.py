@@ -124,9 +124,7 @@ def collect_statistics(
                 units = _group_units(model, names)
                 pieces = first_pieces(batches, SEEN * probes)
                 grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
-                measured = measure_probes(
-                    model, structure.blocks, units, pieces, probes, grams
-                )
+                measured = measure_probes(model, structure.blocks, units, pieces, probes, grams)
         finally:
             restore_layers(model)
     return inputs.assemble(digests, data, units, measured)

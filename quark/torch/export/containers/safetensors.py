@@ -123,7 +123,9 @@ class TensorDirectory(Container):
             str(config.get("model_type", "unknown type")),
             _origin(section, calibration_notes(config)) if isinstance(section, dict) else {},
             note,
-            summarize(self.headers(path), fmt, config.get("dtype") or config.get("torch_dtype")),
+            summarize(
+                self.headers(path), fmt, config.get("dtype") or config.get("torch_dtype"), config
+            ),
         )
 
     def tokenizer(self, path: Path) -> Any:
