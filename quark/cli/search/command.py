@@ -232,8 +232,9 @@ def _write_files(
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
         corrected = {name: (bits, curve(loss)) for name, (bits, loss) in marked.items()}
         points = [(bits, curve(loss)) for bits, loss in mixture.points()]
-        title = "predicted loss, nats per token"
-        write_text(request.picture, render_chart(points, corrected, title))
+        title, size = "predicted loss, nats per token", "bits per weight"
+        size += " that a token reads" if request.target_read is not None else ""
+        write_text(request.picture, render_chart(points, corrected, title, size))
 
 
 def _print_next_step(request: SearchRequest) -> None:
