@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from quark.torch import ModelImporter, load_params, save_params
+from quark.torch.export import verify
 from quark.torch.quantization.config.presets import scheme
 
 SIZES = {"num_experts_per_tok": 2, "initializer_range": 0.3}
@@ -117,3 +118,28 @@ def test_an_expert_with_a_format_of_its_own(moe, quantize, export, logits, confi
     assert torch.equal(logits(imported), logits(model))
     with pytest.raises(ValueError, match="different formats"):
         transformers(path)
+
+
+@pytest.mark.client("compressed_tensors")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("usual", "of_experts"), [("int3_wo_32", "int4_wo_32"), ("fp8_wo", "int8_wo")]
+)
+def test_experts_with_another_scheme(
+    moe, quantize, export, logits, config_of, name, usual, of_experts
+):
+    """In compressed-tensors, Transformers finds the scheme of all experts by an expression."""
+    config = config_of(usual, layer_quant_config={"*.experts.*": scheme(of_experts, 32)})
+    model = quantize(moe(name), config)
+    path = export(model, custom_mode="compressed-tensors")
+    torch.testing.assert_close(logits(transformers(path)), logits(model), rtol=0, atol=1e-4)
+    imported = ModelImporter(path, "safetensors").import_model_info(moe(name, device="meta"))
+    torch.testing.assert_close(logits(imported), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.client("compressed_tensors")
+@pytest.mark.parametrize("kind", ["nvfp4", "int8"])
+def test_experts_that_transformers_does_not_read_are_verified_here(moe, quantize, export, kind):
+    """It would leave out the tensor scale of NVFP4, or end with an error."""
+    path = export(model := quantize(moe("mixtral"), kind), custom_mode="compressed-tensors")
+    assert verify(path, model).reader == "this package"

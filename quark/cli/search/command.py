@@ -236,7 +236,9 @@ def _write_files(
         marked = {**mixture.uniform(), "chosen": mixture.cost(chosen)}
         corrected = {name: (bits, curve(loss)) for name, (bits, loss) in marked.items()}
         points = [(bits, curve(loss)) for bits, loss in mixture.points()]
-        picture = render_chart(points, corrected, "predicted loss, nats per token")
+        title, size = "predicted loss, nats per token", "bits per weight"
+        size += " that a token reads" if request.target_read is not None else ""
+        picture = render_chart(points, corrected, title, size)
     write_json(request.output, config.to_dict(everything=True))
     if request.picture is not None and picture is not None:
         write_text(request.picture, picture)

@@ -92,12 +92,14 @@ def curve_of(mixture: Mixture, measure: Measure, solved: bool) -> LossCurve:
         solved: Whether losses are those of GPTQ.
     """
     from quark.torch.search.loss_curve import LossCurve, measure_curve
+    from quark.torch.search.sizes import stored_bits_per_weight
 
     if measure.windows is None or solved:
         return LossCurve()
 
     def divergence(chosen: Mapping[str, str]) -> float:
-        measured = measure.mixture(f"{mixture.cost(chosen)[0]:.2f} bits", chosen)
+        bits = stored_bits_per_weight(mixture.units, chosen)
+        measured = measure.mixture(f"{bits:.2f} bits", chosen)
         assert measured is not None and measured.predictions.kl is not None
         return measured.predictions.kl
 
@@ -110,8 +112,7 @@ class Row:
 
     Attributes:
         name: Name of the format, or ``mixed``.
-        bits_per_weight: Bits of a weight, scales included; of a weight that a token reads if sizes
-            are those.
+        bits_per_weight: Bits of a quantized weight in the files, scales included.
         bytes: Size of the checkpoint.
         bytes_per_token: Size of the weights that a token reads.
         milliseconds: Of a token in the layers that get formats; None if they were not measured.
@@ -135,7 +136,7 @@ class Result:
     """A mixture beside one format for all layers.
 
     Attributes:
-        sizes: These, the smallest first.
+        sizes: These, by the size that the search limits, the smallest first.
         original_perplexity: Perplexity of the float model, None without text.
         routers: Share of the experts that routers of the mixture choose like the original, by
             layer; empty without experts.
@@ -164,7 +165,7 @@ def measure_result(
         curve: Corrects predicted losses.
         seconds: Those of a token in each layer, by format; None if they were not measured.
     """
-    from quark.torch.search.sizes import size_of_mixture
+    from quark.torch.search.sizes import size_of_mixture, stored_bits_per_weight
     from quark.torch.search.times import time_of
 
     original = measure.original()
@@ -178,7 +179,8 @@ def measure_result(
     ordered = sorted({**rows, "mixed": mixed}.items(), key=lambda row: row[1])
     formats = {name: dict.fromkeys(chosen, name) for name in rows} | {"mixed": chosen}
     sizes = []
-    for name, (bits, loss) in ordered:
+    for name, (_, loss) in ordered:
+        bits = stored_bits_per_weight(mixture.units, formats[name])
         size, found = size_of_mixture(mixture.units, formats[name], outside), measured.get(name)
         time = None if seconds is None else 1e3 * time_of(mixture.units, seconds, formats[name])
         ran = None if found is None else found.predictions

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quark.torch.export.checkpoint.headers import Entry
+from quark.torch.export.checkpoint.model_names import renamed_layers
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
@@ -167,6 +168,7 @@ def summarize(
     entries: Mapping[str, Entry],
     source: ExportFormat | Config | None = None,
     model_dtype: str | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> Summary:
     """Summarize the tensors of a checkpoint.
 
@@ -176,6 +178,8 @@ def summarize(
             for a float model.
         model_dtype: Type of the model, as ``config.json`` has it. A cast to that very type is not
             counted as quantization; where the type is not known, a cast of any matrix is.
+        described: ``config.json``, which tells how the model names the layers; None if the tensors
+            have the names of the model.
 
     Returns:
         The summary. The number of weights is exact, except that codes per tensor or per channel
@@ -184,14 +188,18 @@ def summarize(
     fmt = _format(source)
     states: Mapping[str, Entry] = {}
     configs: dict[str, QuantizationConfig] = {}
+    names: Mapping[str, str] = {}
     if fmt is not None:
         states = {fmt.state_name(key) or key: entry for key, entry in entries.items()}
-        configs = dict(_quantized_layers(states, fmt, model_dtype))
+        owners = [name.removesuffix(".weight") for name in states if name.endswith(".weight")]
+        names = renamed_layers(described or {}, owners, fmt.config)
+        configs = dict(_quantized_layers(states, names, fmt, model_dtype))
     sizes = weight_bytes(states, configs)
     layers = {}
     for name, config in configs.items():
         assert fmt is not None
-        is_cache = config.output_tensors is not None and matches(name, fmt.config.kv_cache_patterns)
+        known, patterns = names.get(name, name), fmt.config.kv_cache_patterns
+        is_cache = config.output_tensors is not None and matches(known, patterns)
         words, weights = describe_layer(config, is_cache), 0
         if config.weight is not None:
             codes, scale = states[f"{name}.weight"], states.get(f"{name}.weight_quantizer.scale")
@@ -246,36 +254,40 @@ def _is_counted(key: str, layers: Mapping[str, LayerSummary]) -> bool:
 
 
 def _quantized_layers(
-    states: Mapping[str, Entry], fmt: ExportFormat, model_dtype: str | None
+    states: Mapping[str, Entry],
+    names: Mapping[str, str],
+    fmt: ExportFormat,
+    model_dtype: str | None,
 ) -> Iterator[tuple[str, QuantizationConfig]]:
     """Iterate over the quantized layers with their configurations, in the order of their names.
 
     Args:
-        states: Headers by the names in the state of the model.
+        states: Headers by the names of layers in the files and of their state in the model.
+        names: Names of layers in the files -> names that the configuration has, if they differ.
         fmt: Format of the checkpoint.
         model_dtype: Type of the model, None if it is not known.
     """
-    names = (name.removesuffix(".weight") for name in states if name.endswith(".weight"))
-    for name in sorted(names, key=_by_number):
-        layer = _config_of(name, states, fmt)
+    weights = (name.removesuffix(".weight") for name in states if name.endswith(".weight"))
+    for name in sorted(weights, key=_by_number):
+        layer = _config_of(name, names.get(name, name), states, fmt)
         if layer is not None and _is_quantized(name, layer, states, model_dtype):
             yield name, layer
 
 
 def _config_of(
-    name: str, states: Mapping[str, Entry], fmt: ExportFormat
+    name: str, known: str, states: Mapping[str, Entry], fmt: ExportFormat
 ) -> QuantizationConfig | None:
-    """Return the configuration of a layer, None if it stays in float.
+    """Return the configuration of a layer, which it calls ``known``; None if it stays in float.
 
     Headers do not tell the types of layers. Where a configuration selects by type, the first
     choice that fits the stored codes counts, a linear layer before all. Choices that are stored
     alike, such as int4 and uint4 in the same groups, are not told apart.
     """
-    usual = config_for(name, None, fmt.config)
+    usual = config_for(known, None, fmt.config)
     for kind in fmt.config.layer_type_quant_config:
         if _fits(name, usual, states, fmt):
             break
-        other = config_for(name, kind, fmt.config)
+        other = config_for(known, kind, fmt.config)
         usual = other if _fits(name, other, states, fmt) else usual
     return usual
 

@@ -17,13 +17,16 @@ _NAME_WIDTH, _LINE = 104, 15  # pixels that a name takes
 Point = tuple[float, float]  # bits per weight, loss
 
 
-def render_chart(points: Iterable[Point], marked: Mapping[str, Point], loss: str) -> str:
+def render_chart(
+    points: Iterable[Point], marked: Mapping[str, Point], loss: str, size: str = "bits per weight"
+) -> str:
     """Return an SVG of loss over size, the loss on a logarithmic axis. Losses of 0 are left out.
 
     Args:
         points: A curve, such as the frontier of mixtures; none for marks alone.
         marked: Points to mark, by name.
         loss: Name of the loss, with its unit.
+        size: Name of the size.
 
     Raises:
         ValueError: No loss is above 0.
@@ -39,7 +42,7 @@ def render_chart(points: Iterable[Point], marked: Mapping[str, Point], loss: str
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="14">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        *scale.axes(loss),
+        *scale.axes(loss, size),
         f'<polyline points="{vertices}" fill="none" stroke="#1f6feb" stroke-width="2"/>',
         *_draw_marks(marks, scale),
         "</svg>",
@@ -62,7 +65,7 @@ class _Scale:
         width, height = WIDTH - LEFT - MARGIN, HEIGHT - BOTTOM - MARGIN
         return LEFT + x * width, MARGIN + (1 - y) * height
 
-    def axes(self, loss: str) -> Iterator[str]:
+    def axes(self, loss: str, size: str) -> Iterator[str]:
         """Iterate over the SVG elements of the grid and its labels."""
         for bits in range(self.low, self.high + 1):
             x, y = self((bits, 10**self.least))
@@ -74,7 +77,9 @@ class _Scale:
             yield f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{end}" y2="{y:.1f}" stroke="#ddd"/>'
             yield f'<text x="{x - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>'
         middle = HEIGHT / 2
-        yield f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">bits per weight</text>'
+        yield (
+            f'<text x="{WIDTH / 2}" y="{HEIGHT - 10}" text-anchor="middle">{escape(size)}</text>'
+        )
         yield (
             f'<text x="18" y="{middle}" text-anchor="middle" transform="rotate(-90 18 {middle})">'
             f"{escape(loss)}</text>"

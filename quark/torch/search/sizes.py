@@ -144,6 +144,17 @@ def size_outside(model: nn.Module, statistics: Statistics, units: Sequence[Unit]
     return Size(stored, round(read))
 
 
+def stored_bits_per_weight(units: Sequence[Unit], chosen: Mapping[str, str]) -> float:
+    """Return the bits per weight of quantized units in the files, scales included.
+
+    Args:
+        units: The units.
+        chosen: Format of each layer, by its name.
+    """
+    bits = sum(unit.bits[chosen[unit.layers[0]]] for unit in units)
+    return bits / sum(unit.weights for unit in units)
+
+
 def size_of_mixture(units: Sequence[Unit], chosen: Mapping[str, str], outside: Size) -> Size:
     """Return the size of a model with quantized units.
 

@@ -18,6 +18,7 @@ from quark.torch.search.sizes import (
     read_shares,
     size_of_mixture,
     size_outside,
+    stored_bits_per_weight,
     stored_bytes,
 )
 
@@ -149,3 +150,13 @@ def test_reach_is_that_of_the_smallest_and_the_largest_layer(build, batches):
 def test_a_tied_table_counts_once(build):
     model = build("tied")
     assert stored_bytes(model) == sum(p.nbytes for p in model.parameters())
+
+
+def test_bits_per_weight_of_the_files(experts):
+    """Shares of tokens do not count, in contrast to the size that a search may limit."""
+    _, units, _ = experts
+    layers = [layer for unit in units for layer in unit.layers]
+    chosen = {name: "int2_wo_32" if "experts" in name else "int8_wo" for name in layers}
+    expected, _ = Mixture(units).cost(chosen)
+    assert stored_bits_per_weight(units, chosen) == pytest.approx(expected)
+    assert Mixture(units, per_token=True).cost(chosen)[0] > expected + 0.1

@@ -21,6 +21,7 @@ from quark.torch.export.checkpoint.headers import NATIVE, Entry, Headers
 from quark.torch.export.checkpoint_contents import Contents, summarize
 from quark.torch.export.containers import vllm
 from quark.torch.export.containers.base import Container, ExportSettings, in_quotes
+from quark.torch.export.containers.merged_experts import expert_schemes, reads_experts
 from quark.torch.export.containers.recognition import recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
@@ -123,7 +124,9 @@ class TensorDirectory(Container):
             str(config.get("model_type", "unknown type")),
             _origin(section, calibration_notes(config)) if isinstance(section, dict) else {},
             note,
-            summarize(self.headers(path), fmt, config.get("dtype") or config.get("torch_dtype")),
+            summarize(
+                self.headers(path), fmt, config.get("dtype") or config.get("torch_dtype"), config
+            ),
         )
 
     def tokenizer(self, path: Path) -> Any:
@@ -197,6 +200,7 @@ class Safetensors(TensorDirectory):
         config = read_config_json(path)
         is_dequantized = _needs_gpu_for_inputs(config)
         is_read = not is_dequantized or _has_whole_blocks(config[SECTION], self.headers(path))
+        is_read = is_read and self._reads_experts(path)
         return verify_predictions(
             path,
             model,
@@ -215,7 +219,8 @@ class Safetensors(TensorDirectory):
         # Transformers leaves out rotations of inputs.
         is_rotated = (config.get(SECTION) or {}).get("transform_config")
         is_float = _needs_gpu_for_inputs(config)
-        if is_missing or is_rotated or is_float or self._has_packed_offsets(path):
+        is_other = self._has_packed_offsets(path) or not self._reads_experts(path)
+        if is_missing or is_rotated or is_float or is_other:
             line = super().load_code(path)
         else:
             line = f"model = transformers.{_loading_class(path)}.from_pretrained({in_quotes(path)})"
@@ -229,6 +234,13 @@ class Safetensors(TensorDirectory):
         fmt, schemes = self._schemes(path)
         return fmt.name == _OTHER_LAYOUT and any(x.weight.endswith("asym") for x in schemes)
 
+    def _reads_experts(self, path: Path) -> bool:
+        """Whether Transformers reads the experts of a directory, if there are any."""
+        config = read_config_json(path)
+        if (config.get(SECTION) or {}).get("quant_method") != _OTHER_LAYOUT:
+            return True
+        return reads_experts(config, self.contents(path).summary, self.headers(path))
+
     def _schemes(self, path: Path) -> tuple[ExportFormat, list[LayerDescription]]:
         """Return the format of a directory, and how its layers are quantized."""
         fmt = recognize_format(read_config_json(path), str(path))
@@ -237,17 +249,21 @@ class Safetensors(TensorDirectory):
     def serve_command(self, path: Path) -> str | None:
         """Return the command of vLLM, for language models that it reads.
 
-        If it reads their layers, or rotates their inputs, in compressed-tensors alone, a line above
-        converts them.
+        If it reads their layers or experts, or rotates their inputs, in compressed-tensors alone, a
+        line above converts them.
         """
         from quark.torch.export.checkpoint.rotation_config import prescales_inputs, rotates_inputs
 
         if _loading_class(path) != "AutoModelForCausalLM" or _has_conv1d(read_config_json(path)):
             return None
         fmt, schemes = self._schemes(path)
+        experts = expert_schemes(self.contents(path).summary, self.headers(path))
+        if any(len(kinds) > 1 for kinds in experts.values()):  # vLLM merges those of a block
+            return None
         trust = ["--trust-remote-code"] * _has_code(read_config_json(path))
         is_own = fmt.name == "quark"
-        if vllm.is_read(fmt.name, schemes) and not (is_own and rotates_inputs(fmt.config)):
+        is_other = is_own and (rotates_inputs(fmt.config) or not vllm.reads_own(experts, schemes))
+        if vllm.is_read(fmt.name, schemes) and not is_other:
             return shlex.join(["vllm", "serve", str(path), *trust])
         is_held = not prescales_inputs(fmt.config) and vllm.is_read(_OTHER_LAYOUT, schemes)
         if not (is_own and is_held):

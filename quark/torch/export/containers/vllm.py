@@ -7,7 +7,7 @@ count as the same schemes without: the layout is the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from quark.torch.quantization.config.description import LayerDescription
 
@@ -47,6 +47,7 @@ _READ = {
     "modelopt": (_FP8_STATIC, rf"{_NVFP4}({_NVFP4_INPUT})?", _MXFP8),
     "fp8": (_FP8, _FP8_BLOCKS),
 }
+_OWN_EXPERTS = (_FP8, rf"{_MX} \| ({_MX_INPUT}|fp8_e4m3 per tensor static)?")
 _CACHE = re.compile(r"(fp8_e4m3 per tensor.*)?")
 
 
@@ -59,6 +60,22 @@ def is_read(layout: str, schemes: Iterable[LayerDescription]) -> bool:
     """
     patterns = _READ.get(layout, ())
     return all(_is_known(patterns, scheme) for scheme in schemes) and bool(patterns)
+
+
+def reads_own(experts: Mapping[str, Collection[str]], schemes: Iterable[LayerDescription]) -> bool:
+    """Whether vLLM reads the experts of a checkpoint in the layout of Quark.
+
+    It does so where all layers have one scheme, of fp8 or MX: others it knows by the names of the
+    layers inside, which merged experts have not.
+
+    Args:
+        experts: Schemes of the experts in each block, "" for those in float.
+        schemes: How its layers are quantized.
+    """
+    if not any(kind for kinds in experts.values() for kind in kinds):
+        return True
+    words = {f"{scheme.weight} | {scheme.input}" for scheme in schemes}
+    return len(words) == 1 and any(re.fullmatch(p, min(words)) for p in _OWN_EXPERTS)
 
 
 def _is_known(patterns: Iterable[str], scheme: LayerDescription) -> bool:

@@ -34,6 +34,7 @@ from quark.torch.export.formats.compressed_tensors_attention import (
     read_attention,
     without_ignored,
 )
+from quark.torch.export.formats.compressed_tensors_targets import targets_of
 from quark.torch.export.formats.config_section import read_names
 from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
@@ -252,10 +253,11 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     def config_section(self) -> dict[str, Any]:
         """Return the section that compressed-tensors reads."""
         formats = {scheme["format"] for scheme, _ in self.groups} or {DENSE}
-        is_only_group = len(self.groups) == 1
+        members = [names for _, names in self.groups]
+        targets = [["Linear"]] if len(members) == 1 else targets_of(members)
         groups = {
-            f"group_{i}": {**scheme, "targets": ["Linear"] if is_only_group else names}
-            for i, (scheme, names) in enumerate(self.groups)
+            f"group_{i}": {**scheme, "targets": targets[i]}
+            for i, (scheme, _) in enumerate(self.groups)
         }
         for group in self.attention:
             groups[f"group_{len(groups)}"] = group
