@@ -1,0 +1,54 @@
+"""One projection that gives queries, keys and values, with a quantized cache."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from quark.torch import ModelImporter
+from quark.torch.quantization.config.presets import scheme
+from tests import configurations
+from tests.unit.quantization.nn.caches import FP8, HEAD, IDS, config_of, logits_of
+
+PHI3 = {"pad_token_id": 0}
+FUSED = ("*qkv_proj", "*c_attn")
+BY_HEAD = {"fp8": replace(FP8, qscheme="per_head"), "int4": HEAD}
+
+quantized = partial(configurations.quantized, data=[IDS])
+
+
+def test_scales_of_heads_are_those_of_keys_and_values(build, keys_of, attention):
+    """Against a float model whose attention is given rounded keys and values."""
+    seen = keys_of(build("phi3", **PHI3))
+    scales = [torch.cat([k, v], 1).abs().amax((0, 2, 3)) / 448 for _, k, v in seen]
+    model = quantized(build("phi3", **PHI3), config_of(BY_HEAD["fp8"], patterns=FUSED))
+    for layer, expected in zip(model.model.layers, scales, strict=True):
+        found = layer.self_attn.qkv_proj.output_quantizer.scale
+        assert len(found) == 8 and torch.equal(found[4:], expected)
+
+    def by_hand(module, query, key, value, *args, **kwargs):
+        scale = scales[module.layer_idx].view(2, 2, 1, 1)
+        pair = zip((key, value), scale, strict=True)
+        key, value = ((x / s).to(torch.float8_e4m3fn).float() * s for x, s in pair)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, *args, **kwargs)
+
+    expected = build("phi3", **PHI3)
+    expected.set_attn_implementation(attention(by_hand))
+    torch.testing.assert_close(logits_of(model), logits_of(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2"])
+@pytest.mark.parametrize("spec", BY_HEAD.values(), ids=BY_HEAD)
+def test_scales_of_heads_come_back_bit_by_bit(spec, name, build, export):
+    changes = PHI3 if name == "phi3" else {}
+    model = quantized(build(name, **changes), config_of(spec, layer=scheme("int8"), patterns=FUSED))
+    expected, path = logits_of(model), export(model)
+    for device in ("cpu", "meta"):
+        outline = build(name, device=device, **changes)
+        read = ModelImporter(path, "safetensors").import_model_info(outline)
+        assert torch.equal(logits_of(read), expected)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert torch.equal(logits_of(loaded), expected)
