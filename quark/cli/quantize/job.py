@@ -122,6 +122,7 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     if why_not_kept(request):
         config = replace(config, keep_prequantized_layers=False)
     if outline is not None:
+        model_checks.check_outputs(outline, config)
         config = model_checks.check_patterns(request, outline, config)
         model_checks.check_layout(request, outline, config)
     is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
@@ -178,8 +179,6 @@ def _quantize_files(
     length: int,
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
-    if outline is not None:
-        model_checks.check_outputs(outline, config)
     calibration = describe(request, None, length)
     check_texts(request, is_calibrated=False)
     show_plan(request, config, described, source, calibration, outline, "file2file")

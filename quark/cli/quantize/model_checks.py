@@ -28,9 +28,14 @@ logger = logging.getLogger("quark")
 def check_outputs(model: nn.Module, config: Config) -> None:
     """Check that the model has the layers whose outputs are keys, values and queries.
 
+    Args:
+        model: The float model, which may be on the meta device.
+        config: How it will be quantized.
+
     Raises:
-        typer.BadParameter: It has none.
+        typer.BadParameter: It has none, or those of keys and values give queries too.
     """
+    from quark.torch.quantization.checks import check_cached_outputs
     from quark.torch.quantization.config.match import matches
 
     patterns = list(config.kv_cache_quant_config)
@@ -51,6 +56,10 @@ def check_outputs(model: nn.Module, config: Config) -> None:
             f"{type(model).__name__} has no layers that match {' or '.join(patterns)}, which "
             "compute queries. Leave it out, or give a Config that names them with --config.",
         )
+    try:
+        check_cached_outputs(model, config)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def check_patterns(request: Request, model: nn.Module, config: Config) -> Config:

@@ -154,6 +154,19 @@ def test_a_cache_without_projections(refused, bert_dir, tmp_path):
     assert "has no layers that match *k_proj" in refused("quantize", *place, *flags)
 
 
+def test_a_cache_of_projections_that_give_queries_too(build):
+    from quark.cli.quantize.model_checks import check_outputs
+    from quark.torch import LLMTemplate
+
+    model = build("phi3", pad_token_id=0, device="meta")
+    template = LLMTemplate.get("phi3")
+    config = template.get_config("int8_wo", kv_cache_scheme="fp8")
+    with pytest.raises(BadParameter, match=r"qkv_proj: 128 outputs.* \(--kv_cache_post_rope\)"):
+        check_outputs(model, config)
+    config.kv_cache_post_rope = True
+    check_outputs(model, config)
+
+
 def test_attention_without_queries(build):
     from quark.cli.quantize.model_checks import check_outputs
     from quark.torch import LLMTemplate

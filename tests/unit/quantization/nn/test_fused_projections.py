@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from quark.torch import ModelImporter
+from quark.torch import ModelImporter, ModelQuantizer
+from quark.torch.quantization.checks import check_cached_outputs
 from quark.torch.quantization.config.presets import scheme
 from tests import configurations
-from tests.unit.quantization.nn.caches import FP8, HEAD, IDS, config_of, logits_of
+from tests.unit.quantization.nn.caches import FP8, HEAD, IDS, TOKEN, config_of, logits_of
 
 PHI3 = {"pad_token_id": 0}
 FUSED = ("*qkv_proj", "*c_attn")
@@ -52,3 +53,30 @@ def test_scales_of_heads_come_back_bit_by_bit(spec, name, build, export):
         assert torch.equal(logits_of(read), expected)
     loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert torch.equal(logits_of(loaded), expected)
+
+
+def before_rope(spec=FP8, patterns=("*k_proj", "*v_proj"), **rest):
+    return replace(config_of(spec, patterns=patterns, **rest), kv_cache_post_rope=False)
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2"])
+@pytest.mark.parametrize("spec", [FP8, TOKEN], ids=["fp8", "int8 per token"])
+def test_queries_are_not_quantized_with_keys_and_values(spec, name, build, unchanged):
+    """``*v_proj`` matches ``qkv_proj``."""
+    model = build(name, **(PHI3 if name == "phi3" else {}))
+    config = before_rope(spec, patterns=("*v_proj", "*c_attn"))
+    outputs = {"phi3": "128 outputs, of which 64", "gpt2": "192 outputs, of which 128"}[name]
+    with unchanged(model), pytest.raises(ValueError, match=rf"{outputs}.*post_rope=True"):
+        ModelQuantizer(config).quantize_model(model, iter([IDS]))
+    with pytest.raises(ValueError, match=outputs):
+        check_cached_outputs(model.to("meta"), config)
+
+
+@pytest.mark.parametrize("patterns", [("*k_proj", "*v_proj"), ("*k_proj",)])
+def test_layers_that_give_keys_and_values_alone(patterns, build):
+    quantized(build(), before_rope(patterns=patterns))
+
+
+def test_a_pattern_that_names_queries_too(build):
+    with pytest.raises(ValueError, match=r"q_proj and .*v_proj: 128 outputs, of which 64"):
+        quantized(build(), before_rope(patterns=("*q_proj", "*k_proj", "*v_proj")))
