@@ -118,13 +118,7 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
-    config = fit_groups(request, config, outline)
-    if why_not_kept(request):
-        config = replace(config, keep_prequantized_layers=False)
-    if outline is not None:
-        model_checks.check_outputs(outline, config)
-        config = model_checks.check_patterns(request, outline, config)
-        model_checks.check_layout(request, outline, config)
+    config = _fit(request, config, outline)
     is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
     is_calibrated |= bool(config.algo_config) and not reads_text(outline)  # which run the model
     if not is_calibrated:
@@ -168,6 +162,28 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
         release(model)  # which maps files of the journal, and Windows removes no mapped file
     show_outcome(request, outcome, plan)
     _report_figures(request, outcome.after)
+
+
+def _fit(request: Request, config: Config, outline: nn.Module | None) -> Config:
+    """Return the configuration as it fits a model, after the checks that need no values.
+
+    Args:
+        request: The flags.
+        config: The configuration of the flags.
+        outline: The model on the meta device, or None.
+
+    Raises:
+        typer.BadParameter: It does not fit.
+    """
+    config = fit_groups(request, config, outline)
+    if why_not_kept(request):
+        config = replace(config, keep_prequantized_layers=False)
+    if outline is None:
+        return config
+    config = model_checks.check_outputs(outline, config)
+    config = model_checks.check_patterns(request, outline, config)
+    model_checks.check_layout(request, outline, config)
+    return config
 
 
 def _quantize_files(

@@ -37,6 +37,7 @@ from quark.torch.quantization.nn.attention import attention_projections
 from quark.torch.quantization.nn.attention_trial import prove_projections
 from quark.torch.quantization.nn.cached_outputs import layers_to_prove, prove_cached_outputs
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
+from quark.torch.quantization.nn.fused_layers import with_fused_layers
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.probabilities import (
     find_idle,
@@ -82,6 +83,7 @@ def check(
         dataloader = None if dataloader is None else make_repeatable(dataloader)
         statistics.check(model, dataloader)
     with temporarily_split_experts(model) as experts:
+        config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
         check_algorithms(config, algorithms, layers, dataloader, statistics)

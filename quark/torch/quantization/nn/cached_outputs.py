@@ -13,7 +13,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import first_match
 from quark.torch.quantization.nn.attention import AttentionRoute, uses_interface
-from quark.torch.quantization.nn.layer import float_class, input_axis
+from quark.torch.quantization.nn.layer import channel_count
 
 
 def layers_to_prove(
@@ -106,7 +106,6 @@ def _are_alike(model: nn.Module, names: Sequence[str]) -> bool:
     return len(names) == 2 and len({_width(model.get_submodule(name)) for name in names}) == 1
 
 
-def _width(layer: Any) -> int:
+def _width(layer: nn.Module) -> int:
     """Return the number of outputs of a layer."""
-    width: int = layer.weight.shape[1 - input_axis(float_class(layer))]
-    return width
+    return channel_count(layer, "output_tensors") or 0

@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer import BadParameter
 
 from quark.cli import models
 from quark.torch.quantization.config.config import Config
@@ -152,29 +151,6 @@ def test_a_cache_without_projections(refused, bert_dir, tmp_path):
     place = ["--model_dir", bert_dir, "--output_dir", tmp_path / "out", "--skip_evaluation"]
     flags = ["--quant_scheme", "int8_wo", "--kv_cache_dtype", "int8_per_token"]
     assert "has no layers that match *k_proj" in refused("quantize", *place, *flags)
-
-
-def test_a_cache_of_projections_that_give_queries_too(build):
-    from quark.cli.quantize.model_checks import check_outputs
-    from quark.torch import LLMTemplate
-
-    model = build("phi3", pad_token_id=0, device="meta")
-    template = LLMTemplate.get("phi3")
-    config = template.get_config("int8_wo", kv_cache_scheme="fp8")
-    with pytest.raises(BadParameter, match=r"qkv_proj: 128 outputs.* \(--kv_cache_post_rope\)"):
-        check_outputs(model, config)
-    config.kv_cache_post_rope = True
-    check_outputs(model, config)
-
-
-def test_attention_without_queries(build):
-    from quark.cli.quantize.model_checks import check_outputs
-    from quark.torch import LLMTemplate
-
-    config = LLMTemplate.get("gpt2").get_config("int8_wo", attention_scheme="fp8")
-    with pytest.raises(BadParameter, match=r"has no layers that match \*q_proj"):
-        check_outputs(build("gpt2"), config)
-    check_outputs(build(), config)
 
 
 # -------------------------------------------------------------------------------------- work

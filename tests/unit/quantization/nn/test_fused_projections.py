@@ -1,5 +1,6 @@
 """One projection that gives queries, keys and values, with a quantized cache."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -11,9 +12,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quark.torch import ModelImporter, ModelQuantizer
 from quark.torch.quantization.checks import check_cached_outputs
 from quark.torch.quantization.config.presets import scheme
+from quark.torch.quantization.nn.fused_layers import fused_layers, with_fused_layers
 from tests import configurations
-from tests.unit.quantization.nn.caches import FP8, HEAD, IDS, TOKEN, config_of, logits_of
+from tests.models.architectures import build as build_small
+from tests.models.architectures import small_config
+from tests.unit.quantization.nn.caches import FP8, HEAD, IDS, INT8, TOKEN, config_of, logits_of
 
+GROUP = {"kv_cache_group": ["*k_proj", "*v_proj"]}
 PHI3 = {"pad_token_id": 0}
 FUSED = ("*qkv_proj", "*c_attn")
 BY_HEAD = {"fp8": replace(FP8, qscheme="per_head"), "int4": HEAD}
@@ -80,3 +85,41 @@ def test_layers_that_give_keys_and_values_alone(patterns, build):
 def test_a_pattern_that_names_queries_too(build):
     with pytest.raises(ValueError, match=r"q_proj and .*v_proj: 128 outputs, of which 64"):
         quantized(build(), before_rope(patterns=("*q_proj", "*k_proj", "*v_proj")))
+
+
+OTHER_NAMES = {"gpt2": "*.c_attn", "gpt_neox": "*.query_key_value", "gpt_bigcode": "*.c_attn"}
+
+
+@pytest.mark.parametrize(("name", "pattern"), OTHER_NAMES.items(), ids=OTHER_NAMES)
+@pytest.mark.parametrize("spec", [FP8, BY_HEAD["int4"]], ids=["fp8", "int4 per head"])
+def test_fused_layers_of_other_names_are_found(spec, name, pattern, build, export):
+    model = quantized(build(name), config_of(spec, layer=scheme("int8"), **GROUP))
+    expected, path = logits_of(model), export(model)
+    named = config_of(spec, layer=scheme("int8"), patterns=[pattern])
+    assert torch.equal(expected, logits_of(quantized(build(name), named)))
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert list(section["kv_cache_quant_config"]) == [pattern]
+    assert section["export"]["kv_cache_group"] == [pattern]
+    read = ModelImporter(path, "safetensors").import_model_info(build(name))
+    assert torch.equal(logits_of(read), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bert", "bloom"])
+def test_no_layer_gives_queries_keys_and_values(name, build):
+    model = build_small(small_config("bloom")) if name == "bloom" else build(name, device="meta")
+    config = config_of(patterns=("*absent",))
+    assert not fused_layers(model) and with_fused_layers(config, model) is config
+
+
+def test_patterns_that_match_or_differ_are_kept(build):
+    model = build("gpt2", device="meta")
+    other = config_of(patterns=("*v_proj",)).kv_cache_quant_config
+    mixed = replace(
+        config_of(INT8, patterns=("*k_proj",)),
+        kv_cache_quant_config={
+            **config_of(INT8, patterns=("*k_proj",)).kv_cache_quant_config,
+            **other,
+        },
+    )
+    for config in (config_of(patterns=("*c_attn",)), before_rope(), mixed):
+        assert with_fused_layers(config, model) is config
