@@ -118,12 +118,7 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     is_known = is_known_architecture(request, described)
     outline = read_outline(request.model_dir, request.trust_remote_code) if is_known else None
     request = _without_perplexity(request, outline)
-    config = fit_groups(request, config, outline)
-    if why_not_kept(request):
-        config = replace(config, keep_prequantized_layers=False)
-    if outline is not None:
-        config = model_checks.check_patterns(request, outline, config)
-        model_checks.check_layout(request, outline, config)
+    config = _fit(request, config, outline)
     is_calibrated = needs_data(config, statistics is not None) or request.finish is not None
     is_calibrated |= bool(config.algo_config) and not reads_text(outline)  # which run the model
     if not is_calibrated:
@@ -169,6 +164,28 @@ def _quantize(request: Request, described: dict[str, Any], options: _Options) ->
     _report_figures(request, outcome.after)
 
 
+def _fit(request: Request, config: Config, outline: nn.Module | None) -> Config:
+    """Return the configuration as it fits a model, after the checks that need no values.
+
+    Args:
+        request: The flags.
+        config: The configuration of the flags.
+        outline: The model on the meta device, or None.
+
+    Raises:
+        typer.BadParameter: It does not fit.
+    """
+    config = fit_groups(request, config, outline)
+    if why_not_kept(request):
+        config = replace(config, keep_prequantized_layers=False)
+    if outline is None:
+        return config
+    config = model_checks.check_outputs(outline, config)
+    config = model_checks.check_patterns(request, outline, config)
+    model_checks.check_layout(request, outline, config)
+    return config
+
+
 def _quantize_files(
     request: Request,
     described: dict[str, Any],
@@ -178,8 +195,6 @@ def _quantize_files(
     length: int,
 ) -> None:
     """Quantize the files of the model, and evaluate what was written if that is requested."""
-    if outline is not None:
-        model_checks.check_outputs(outline, config)
     calibration = describe(request, None, length)
     check_texts(request, is_calibrated=False)
     show_plan(request, config, described, source, calibration, outline, "file2file")

@@ -25,32 +25,77 @@ if TYPE_CHECKING:
 logger = logging.getLogger("quark")
 
 
-def check_outputs(model: nn.Module, config: Config) -> None:
+def check_outputs(model: nn.Module, config: Config) -> Config:
     """Check that the model has the layers whose outputs are keys, values and queries.
 
-    Raises:
-        typer.BadParameter: It has none.
-    """
-    from quark.torch.quantization.config.match import matches
+    Args:
+        model: The float model, which may be on the meta device.
+        config: How it will be quantized.
 
-    patterns = list(config.kv_cache_quant_config)
-    names = [name for name, _ in model.named_modules()]
-    if patterns and not any(matches(name, patterns) for name in names):
-        raise console.wrong(
-            "--kv_cache_dtype",
-            f"{type(model).__name__} has no layers that match {' or '.join(patterns)}. Leave it "
-            "out, or give a Config that names the layers with --config.",
-        )
+    Returns:
+        The configuration with the layers that give keys and values in this model.
+
+    Raises:
+        typer.BadParameter: It has none, or those of keys and values give queries too.
+    """
+    from quark.torch.quantization.checks import check_cached_outputs
+    from quark.torch.quantization.nn.fused_layers import with_fused_layers
+
     spec = config.softmax_quant_spec
     layers = config.layer_quant_config.items()
-    patterns = [p for p, layer in layers if layer.output_tensors == spec and p not in patterns]
+    patterns = [
+        pattern
+        for pattern, layer in layers
+        if layer.output_tensors == spec and pattern not in config.kv_cache_quant_config
+    ]
     patterns = list(config.query_quant_config) if spec is None else patterns
-    if patterns and not any(matches(name, patterns) for name in names):
+    _check_names(
+        "--attention_scheme",
+        model,
+        patterns,
+        "queries alone, which it quantizes: quantize keys and values alone, by --kv_cache_dtype "
+        "and --kv_cache_post_rope",
+    )
+    config = with_fused_layers(config, model)
+    _check_names(
+        "--attention_scheme" if config.query_quant_config else "--kv_cache_dtype",
+        model,
+        list(config.kv_cache_quant_config),
+        "keys and values alone: add --kv_cache_post_rope",
+    )
+    try:
+        check_cached_outputs(model, config)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return config
+
+
+def _check_names(flag: str, model: nn.Module, patterns: list[str], wanted: str) -> None:
+    """Check that name patterns match a module, if there are any.
+
+    Args:
+        flag: The flag that they belong to.
+        model: The float model.
+        patterns: The patterns.
+        wanted: What their layers would give, and what to do where layers give more.
+
+    Raises:
+        typer.BadParameter: They match none.
+    """
+    from quark.torch.quantization.config.match import matches
+    from quark.torch.quantization.nn.fused_layers import fused_layers
+
+    if not patterns or any(matches(name, patterns) for name, _ in model.named_modules()):
+        return
+    absent = f"{type(model).__name__} has no layers that match {' or '.join(patterns)}"
+    if fused := fused_layers(model):
         raise console.wrong(
-            "--attention_scheme",
-            f"{type(model).__name__} has no layers that match {' or '.join(patterns)}, which "
-            "compute queries. Leave it out, or give a Config that names them with --config.",
+            flag,
+            f"{absent}. {fused[0]} gives queries, keys and values together, not {wanted}.",
         )
+    raise console.wrong(
+        flag, f"{absent}. Leave it out, or give a Config that names the layers with --config."
+    )
 
 
 def check_patterns(request: Request, model: nn.Module, config: Config) -> Config:

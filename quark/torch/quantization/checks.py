@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,7 +35,10 @@ from quark.torch.quantization.config.resolution import (
 )
 from quark.torch.quantization.nn.attention import attention_projections
 from quark.torch.quantization.nn.attention_trial import prove_projections
+from quark.torch.quantization.nn.cached_outputs import layers_to_prove, prove_cached_outputs
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
+from quark.torch.quantization.nn.fused_layers import with_fused_layers
+from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.nn.probabilities import (
     find_idle,
     probability_modules,
@@ -80,13 +83,15 @@ def check(
         dataloader = None if dataloader is None else make_repeatable(dataloader)
         statistics.check(model, dataloader)
     with temporarily_split_experts(model) as experts:
+        config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         check_parameters(model)
         is_static = needs_data([*layers.values(), *softmax_layers(config)])
         routes = attention_projections(layers, config) or config.softmax_quant_spec
-        runs = bool(algorithms or is_static or shares or routes)
+        cached = layers_to_prove(model, layers, config)
+        runs = bool(algorithms or is_static or shares or routes or cached)
         data = make_repeatable(dataloader) if dataloader is not None and runs else dataloader
         required = [*layers.values(), *softmax_layers(config)]
         if not algorithms and is_static and not requires_data(required):
@@ -102,6 +107,8 @@ def check(
         probabilities = probability_modules(model, layers, config)
         if projections:
             prove_projections(model, projections, _trial_run(model, data))
+        if cached:
+            prove_cached_outputs(model, cached, _trial_run(model, data))
         if probabilities:
             _prove_probabilities(model, probabilities, config, _trial_run(model, data))
     batches = () if data is None else Chunks(data)
@@ -129,6 +136,30 @@ def _prove_probabilities(
             f"softmax_quant_spec: {idle[0]} did not run on the first batch, so its probabilities "
             "have no range. Use data that reaches it, or leave softmax_quant_spec out."
         )
+
+
+def check_cached_outputs(model: nn.Module, config: Config) -> None:
+    """Check that layers quantized as keys and values give nothing else, as far as shapes tell.
+
+    A model that does not run on token ids without values is not checked.
+
+    Args:
+        model: A float model, which may be on the meta device. It is unchanged afterwards.
+        config: How it will be quantized.
+
+    Raises:
+        ValueError: They give other outputs too, such as queries.
+    """
+    operators = [name for name, module in model.named_modules() if is_operator(type(module))]
+    layers = layers_to_prove(model, operators, resolve_names(config, model))
+    ids, mask = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 1, 8, 8)  # no values are read
+
+    def run() -> None:
+        with suppress(Exception):
+            run_batch(model, {"input_ids": ids, "attention_mask": mask})
+
+    if layers:
+        prove_cached_outputs(model, layers, run)
 
 
 def _none_if_empty(batches: Iterable[Any] | None) -> Iterable[Any] | None:

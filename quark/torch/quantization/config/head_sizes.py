@@ -22,7 +22,7 @@ _FIELDS = (
 def with_head_sizes(config: Config, model: nn.Module) -> Config:
     """Return the configuration with the channels of a head where ``per_head`` leaves them open.
 
-    Attention modules of Transformers have them as ``head_dim``.
+    Attention modules of Transformers have them as ``head_dim`` or ``head_size``.
 
     Args:
         config: How the model will be quantized.
@@ -80,7 +80,7 @@ def _head_size(model: nn.Module, name: str) -> int:
         ValueError: It does not have them.
     """
     module = model.get_submodule(name.rpartition(".")[0])
-    size = getattr(module, "head_dim", None)
+    size = getattr(module, "head_dim", getattr(module, "head_size", None))
     if not isinstance(size, int) or size <= 0:
         raise ValueError(
             f"per_head: the {type(module).__name__} around {name} has no head_dim. Give the "

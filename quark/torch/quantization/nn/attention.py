@@ -154,10 +154,7 @@ class AttentionRoute:
         if self.queries is not None:
             query = quantized_heads(module.get_submodule(self.queries), query)
         if self.projection is not None:
-            layer = module.get_submodule(self.projection)
-            if layer.output_width > key.shape[1] * key.shape[3]:
-                value = quantized_heads(layer, value)
-            key = quantized_heads(layer, key)
+            key, value = _quantized_cache(module.get_submodule(self.projection), key, value)
         return query, key, value
 
 
@@ -170,6 +167,29 @@ def quantized_heads(layer: Any, heads: torch.Tensor) -> torch.Tensor:
     x = heads.transpose(1, 2)
     y: torch.Tensor = layer.quantized_output(x.flatten(2))
     return y.view(x.shape).transpose(1, 2)
+
+
+def _quantized_cache(
+    layer: Any, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize keys, and values too if the layer that computes keys computes them.
+
+    Static scales of heads or channels belong to all outputs of a layer. Queries, keys and values
+    are in that order then, and zeros stand for the queries, whose scales nothing uses.
+    """
+    others = layer.output_width - key.shape[1] * key.shape[3]
+    if others <= 0:
+        return quantized_heads(layer, key), value
+    if not layer.shape("output_tensors"):
+        value = quantized_heads(layer, value)
+        return quantized_heads(layer, key), value
+    keys, values = key.transpose(1, 2), value.transpose(1, 2)
+    parts = [keys.flatten(2), values.flatten(2)]
+    widths = [others - parts[1].shape[2], parts[0].shape[2], parts[1].shape[2]]
+    queries = parts[0].new_zeros(*parts[0].shape[:2], widths[0])
+    outputs = layer.quantized_output(torch.cat([queries, *parts], 2))
+    _, new_keys, new_values = outputs.split(widths, 2)
+    return new_keys.view(keys.shape).transpose(1, 2), new_values.view(values.shape).transpose(1, 2)
 
 
 def _function(kind: type[nn.Module], name: str) -> Callable[..., Any]:

@@ -319,11 +319,21 @@ def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, 
         return ()
     axis = scheme.axis
     shape = [0] * (axis + 1 if axis >= 0 else -axis)
-    channels = [getattr(layer, n) for n in _CHANNELS[name] if hasattr(layer, n)]
-    if not channels:
+    channels = channel_count(layer, name)
+    if channels is None:
         raise ValueError(
             f"{name}: the number of channels of a {type(layer).__name__} is not known, so it takes "
             "no static scales per channel or head. Use one scale per tensor."
         )
-    shape[axis] = channels[0]
+    shape[axis] = channels
     return tuple(shape)
+
+
+def channel_count(layer: nn.Module, name: str) -> int | None:
+    """Return the number of channels of the inputs or outputs of an operator, None if unknown.
+
+    Args:
+        layer: An operator.
+        name: ``input_tensors`` or ``output_tensors``.
+    """
+    return next((getattr(layer, n) for n in _CHANNELS[name] if hasattr(layer, n)), None)
