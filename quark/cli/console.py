@@ -173,14 +173,28 @@ def report(error: Exception) -> int:
     text = " ".join(text.split()) or type(error).__name__
     if "No space left on device" in text:
         text = _full_disk(error, text)
-    elif not isinstance(error, (ValueError, OSError)) and not is_usage:
+    elif "File too large" in text:
+        text = _limited_file(error, text)
+    elif not isinstance(error, (ValueError, OSError, FloatingPointError)) and not is_usage:
         text = f"{type(error).__name__}: {text}"
     elif isinstance(error, ValueError):
         text = in_json(text)
     _steps.error(text, exc_info=None if is_usage else error)
     hint = f" [dim]({context.command_path} --help)[/]" if context is not None else ""
     err.print(f"[bold red]error:[/] {escape(text)}{hint}", soft_wrap=True)
-    return int(getattr(error, "exit_code", 1)) if is_usage else 1
+    return int(getattr(error, "exit_code", 1)) if is_usage or isinstance(error, ValueError) else 1
+
+
+def _limited_file(error: Exception, text: str) -> str:
+    """Return the message for a file that is larger than allowed, with what to do."""
+    named = getattr(error, "filename", None)
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        text = f"{error.strerror} for {named}" if named else str(error.strerror)
+    return (
+        f"{text.rstrip('.')}: a limit of this process or of the file system forbids it. Raise the "
+        "limit ('ulimit -f unlimited'), or write to another file system: the output directory, or "
+        "TMPDIR for temporary files. Then run the same command again."
+    )
 
 
 def _full_disk(error: Exception, text: str) -> str:

@@ -182,6 +182,7 @@ FAMILIES: dict[str, list[Case]] = {
         Case("Whisper", "WhisperForConditionalGeneration", _SPEECH, speech),
         Case("mBART", "MBartForConditionalGeneration", _SEQ2SEQ, pairs),
     ],
+    "decoder": [Case("Falcon", "FalconForCausalLM", _TEXT | {"bias": True})],
     "encoder": [
         Case("BERT", "BertForMaskedLM", _TEXT),
         Case("ModernBERT", "ModernBertForMaskedLM", _TEXT | {"cls_token_id": 1, "sep_token_id": 2}),

@@ -14,7 +14,7 @@ ALL = [pytest.param(case, way, id=f"{case.name}-{way}") for case in CASES for wa
 SLICE = {
     *(("BART", "gptq"), ("T5", "fp8"), ("Whisper", "awq"), ("BERT", "int8")),
     *(("CLIP", "fp8"), ("Swin", "gptq"), ("ConvNeXt", "int4_wo_32"), ("EfficientNet", "int8")),
-    ("Qwen3-VL", "awq"),
+    *(("Qwen3-VL", "awq"), ("Falcon", "gptq")),
 }
 NAME = operator.attrgetter("name")
 RESCALINGS = [AWQConfig(), SmoothQuantConfig(), AutoSmoothQuantConfig()]

@@ -29,6 +29,7 @@ def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> C
         outline: The model on the meta device, or None.
     """
     from quark.torch.quantization.group_fit import (
+        common_group_size,
         fit_group_sizes,
         fit_rotation_size,
         fit_super_blocks,
@@ -46,7 +47,8 @@ def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> C
         )
     fitting, sizes = fit_group_sizes(outline, config)
     if request.recipe is None:
-        _check_groups(request, sizes)
+        if sizes:
+            _check_groups(request, sizes, common_group_size(outline, config))
         return config
     config = fitting
     for size in sorted(set(sizes.values()), reverse=True):
@@ -66,29 +68,33 @@ def fit_groups(request: Request, config: Config, outline: nn.Module | None) -> C
     return config
 
 
-def _check_groups(request: Request, sizes: Mapping[str, int]) -> None:
-    """Check that the groups of a scheme divide the weights of a model.
+def _check_groups(request: Request, sizes: Mapping[str, int], common: int | None) -> None:
+    """Refuse a scheme whose groups do not divide the weights of a model.
 
     Args:
         request: The flags.
         sizes: Group sizes that fit, for layers whose weights the groups do not divide.
+        common: Group size that fits all layers, or None.
 
     Raises:
-        typer.BadParameter: They do not; the message names a scheme that does.
+        typer.BadParameter: The message names a scheme that fits.
     """
     from quark.torch.quantization.config.block_schemes import BLOCK_SCHEMES
 
     scheme = request.quant_scheme
-    if not sizes or scheme is None or scheme in BLOCK_SCHEMES:  # those have one size of blocks
+    if scheme is None or scheme in BLOCK_SCHEMES:  # those have one size of blocks
         return
-    pattern, size = min(sizes.items(), key=lambda item: item[1])
     name, _, given = scheme.rpartition("_")
-    flag, groups = f"--group_size {size}", "its groups"
+    flag, groups, own = f"--group_size {common}", "its groups", "--group_size_per_layer '{}' {}"
     if given.isdecimal():
-        flag, groups = f"--quant_scheme {name}_{size}", f"groups of {given}"
+        flag, groups = f"--quant_scheme {name}_{common}", f"groups of {given}"
+        own = f"--layer_quant_scheme '{{}}' {name}_{{}}"
+    each = [own.format(pattern, size) for pattern, size in sizes.items()]
+    advice = f"Give {flag}, or other groups to such layers alone: {each[0]}"
+    if common is None:
+        advice = f"No size of groups divides all. Give each kind its own: {' '.join(each)}"
     more = f" and of {len(sizes) - 1} more kinds of layers" if len(sizes) > 1 else ""
     raise wrong(
         "--quant_scheme",
-        f"{groups} do not divide the inputs of {pattern}{more}. Give {flag}, or smaller groups "
-        f"to such layers alone: --group_size_per_layer '{pattern}' {size}",
+        f"{groups} do not divide the inputs of {next(iter(sizes))}{more}. {advice}",
     )

@@ -14,6 +14,7 @@ from quark.cli.collect import read_optional_statistics
 from quark.cli.coverage import measure_coverage
 from quark.cli.metrics import Figures, Measures, prepare_measures, show_scores, write_metrics
 from quark.cli.model_files import find_model
+from quark.cli.option_words import in_json
 from quark.cli.options import SEQ_LEN
 from quark.cli.predicted_text import predicts_text, read_outline, reads_text
 from quark.cli.process_group import rank, wait_for_all
@@ -81,7 +82,11 @@ def run(request: Request) -> None:
     check_source(request, described)
     wait_for_all()  # the first process writes nothing before the others have looked at the places
     if options is not None:
-        _quantize(request, described, options)
+        try:
+            _quantize(request, described, options)
+        except ValueError as error:
+            error.args = (in_json(str(error), request.recipe), *error.args[1:])
+            raise
     elif rank() == 0:
         _evaluate_unchanged(request, described)
 

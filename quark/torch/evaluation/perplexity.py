@@ -36,6 +36,7 @@ from quark.torch.pipeline.shapes import windows_at_once
 from quark.torch.progress import show_progress
 from quark.torch.quantization.config.resolution import output_head
 from quark.torch.quantization.nn.expert_tokens import unchanged_token_counts
+from quark.torch.quantization.preparation import check_parameters
 
 BATCH_SIZE = 8  # windows that run together by default
 
@@ -174,7 +175,7 @@ def window_losses(
     Raises:
         ValueError: The windows are empty, too short or not integers, or ``batch_size`` or
             ``context`` is below 1; or the model is an encoder-decoder.
-        FloatingPointError: The likelihood of a window is not a finite number.
+        FloatingPointError: The likelihood of a window is not a finite number, but weights are.
     """
     return complete(
         window_loss_steps(model, windows, batch_size, progress, context, receive, observe)
@@ -211,11 +212,13 @@ def window_loss_steps(
 
     def keep_losses(index: int, losses: torch.Tensor) -> None:
         if not losses.isfinite().all():
+            check_parameters(model)
             bad = int((~losses.isfinite()).nonzero()[0])
             raise FloatingPointError(
                 f"window {index * batch_size + bad} of {len(windows)} has a negative "
-                f"log-likelihood of {float(losses[bad])}; look for nan, inf or overflow in the "
-                "model's logits"
+                f"log-likelihood of {float(losses[bad])}, though the weights are finite: its "
+                "logits are infinite, or it overflows. Load it in a wider type, or leave the "
+                "evaluation out."
             )
         sums[index * batch_size :][: len(losses)] = losses
 

@@ -52,6 +52,7 @@ from quark.torch.quantization.config.resolution import resolve_names, shares_inp
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
+from quark.torch.quantization.nn.layer import is_linear
 from quark.torch.quantization.preparation import (
     mark_as_quantized,
     quantized_layers,
@@ -231,7 +232,7 @@ def _with_shared_inputs(config: Config, model: nn.Module) -> Config:
     fill_with_placeholders(model)
     compute_buffers(model, torch.device("cpu"))
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear) and is_linear(type(module)):
             module.forward = partial(_zeros, module.out_features)  # type: ignore[method-assign]
     return with_shared_inputs(config, model, None)
 

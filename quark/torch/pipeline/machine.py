@@ -87,8 +87,11 @@ def _writes(directory: Path, seconds: float) -> float:
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
 
         def write() -> float:
-            written = file.write(piece)
-            os.fsync(file.fileno())
+            try:
+                written = file.write(piece)
+                os.fsync(file.fileno())
+            except OSError as error:  # which has no name
+                raise OSError(error.errno, error.strerror, str(directory)) from error
             return float(written or 0)
 
         return _rate(write, seconds)

@@ -49,6 +49,16 @@ logger = logging.getLogger("quark")
 FROM_STATISTICS = ("awq", "gptq")  # algorithms that can run on statistics of the float model
 
 
+class UnfitModelError(ValueError):
+    """An algorithm does not fit the model, or its options do not. The message says why.
+
+    Attributes:
+        exit_code: Exit code of commands: the call is wrong.
+    """
+
+    exit_code = 2
+
+
 def find_algorithms(config: Config) -> list[tuple[Algorithm, AlgoConfig]]:
     """Return the algorithms of a configuration with their options, in order.
 
@@ -267,8 +277,8 @@ def apply_algorithms(
         journal: Where finished blocks are, and go to.
 
     Raises:
-        ValueError: The structure lacks something that an algorithm needs. No algorithm has been
-            applied.
+        UnfitModelError: The structure lacks something that an algorithm needs. No algorithm has
+            been applied.
     """
     batches, grams = (
         (plan.batches, None) if plan.statistics is None else ((), plan.statistics.grams)
@@ -287,7 +297,10 @@ def apply_algorithms(
     with disabled_quantizers(model):
         rotated: frozenset[str] = frozenset()
         for own, (algorithm, options) in zip(contexts, plan.algorithms, strict=True):
-            rotated |= set(algorithm.resolve(replace(own, rotated=rotated), options))
+            try:
+                rotated |= set(algorithm.resolve(replace(own, rotated=rotated), options))
+            except ValueError as error:
+                raise UnfitModelError(str(error)) from error
         for own, (algorithm, options) in zip(contexts, plan.algorithms, strict=True):
             logger.info("%s …", options.name)
             try:

@@ -21,6 +21,7 @@ from quark.torch.quantization.nn.layer import input_axis
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.preparation import find_undivided_axis
 
+_POWERS = (256, 128, 64, 32)  # group sizes that other software reads
 _SMALLEST = 8  # elements of a group
 
 Shape = tuple[type[nn.Module], tuple[int, ...]]
@@ -29,12 +30,14 @@ Shape = tuple[type[nn.Module], tuple[int, ...]]
 def fit_group_sizes(model: nn.Module, config: Config) -> tuple[Config, dict[str, int]]:
     """Return a configuration whose groups divide the weights of a model.
 
-    Where a group size does not divide the inputs of a layer, the largest power of two below it that
-    divides them takes its place, in all layers of that name but for numbers. Inputs that have the
-    groups of the weight get the new size too. A layer that no such size divides stays as it is.
+    Where a group size does not divide the inputs of a layer, another takes its place, in all layers
+    of that name but for numbers: the largest of 128, 64 and 32 below it that divides them; else the
+    largest of all sizes between it and 8; else the smallest above it, at most all inputs. Inputs
+    that have the groups of the weight get the new size too.
 
     Example: of a model with 576 hidden values and 1536 in its MLPs, groups of 128 become groups of
     64 in ``model.layers.*.self_attn.q_proj`` and others, but stay in the layers that read the MLP.
+    Inputs of 72 and 100 values are one group.
 
     Args:
         model: The float model; its parameters need no values. It is unchanged afterwards.
@@ -47,6 +50,28 @@ def fit_group_sizes(model: nn.Module, config: Config) -> tuple[Config, dict[str,
     config, fitted = _fit(model, config, _with_fitting_size)
     weights = {pattern: layer.weight for pattern, layer in fitted.items()}
     return config, {n: spec.group_size for n, spec in weights.items() if spec and spec.group_size}
+
+
+def common_group_size(model: nn.Module, config: Config) -> int | None:
+    """Return a smaller group size that divides all weights with groups: 128, 64, 32, 16 or 8.
+
+    Args:
+        model: The float model; its parameters need no values. It is unchanged afterwards.
+        config: How it will be quantized.
+
+    Returns:
+        The largest of these sizes, or None if none divides all.
+    """
+    layers, shapes = _quantized_layers(model, config)
+    weights = {name: layer.weight for name, layer in layers.items() if layer.weight is not None}
+    given = {name: spec.group_size for name, spec in weights.items() if spec.group_size}
+    grouped = {(id(layers[name]), shapes[name]): name for name in given}
+    for size in (128, 64, 32, 16, 8):
+        resized = {key: _with_group_size(layers[name], size) for key, name in grouped.items()}
+        are_divided = (_divides(layer, [key[1]]) for key, layer in resized.items() if key[1])
+        if size < max(given.values()) and all(are_divided):
+            return size
+    return None
 
 
 def fit_super_blocks(model: nn.Module, config: Config) -> tuple[Config, dict[str, str]]:
@@ -165,17 +190,16 @@ def _group(layers: Mapping[str, QuantizationConfig]) -> dict[str, list[str]]:
 def _with_fitting_size(
     layer: QuantizationConfig, shapes: Iterable[Shape]
 ) -> QuantizationConfig | None:
-    """Return a smaller group size that divides layers; None if none is needed, or none does."""
+    """Return a layer with groups that divide weights; None if none are needed, or none do."""
     size = None if layer.weight is None else layer.weight.group_size
     if size is None or _divides(layer, shapes):
         return None
-    smaller = 1 << (size - 1).bit_length() - 1  # the largest power of two below the size
-    while smaller >= _SMALLEST:
-        smaller_groups = _with_group_size(layer, smaller)
-        if _divides(smaller_groups, shapes):
-            return smaller_groups
-        smaller //= 2
-    return None
+    largest = max(shape[input_axis(kind)] for kind, shape in shapes)
+    powers = (power for power in _POWERS if power < size)
+    smallest = min(_SMALLEST, largest)
+    candidates = (*powers, *range(size - 1, smallest - 1, -1), *range(size + 1, largest + 1))
+    resized = (_with_group_size(layer, candidate) for candidate in candidates)
+    return next((other for other in resized if _divides(other, shapes)), None)
 
 
 def _has_whole_super_blocks(

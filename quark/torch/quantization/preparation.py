@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from quark.torch.graph.residency import residency_of
 from quark.torch.numerics.finite import check_finite, find_infinite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
+from quark.torch.quantization.config.linear_classes import operator_class
 from quark.torch.quantization.config.match import assign, report_unmatched
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.tensor_names import PARAMETERS
@@ -159,6 +160,7 @@ def select_layers(
         raise ValueError(
             f"The configuration quantizes none of the {len(candidates)} modules of the model that "
             f"can be ({supported}): set global_quant_config, or check exclude and the patterns."
+            f"{_describe_other_products(names.values())}"
         )
     checked: set[Hashable] = set()
     for name, layer in layers.items():
@@ -175,6 +177,17 @@ def select_layers(
     if warns:
         _warn_of_float_modules(model)
     return layers
+
+
+def _describe_other_products(kinds: Iterable[type[nn.Module]]) -> str:
+    """Return a sentence about subclasses of ``nn.Linear`` that cannot be quantized, if any."""
+    classes = {kind for kind in kinds if issubclass(kind, nn.Linear) and not is_operator(kind)}
+    if not classes:
+        return ""
+    return (
+        f" Modules of {', '.join(sorted(kind.__name__ for kind in classes))} stay in float: the "
+        "forward of such a subclass of Linear was not seen to give the product of Linear."
+    )
 
 
 def layer_kind(module: nn.Module, layer: QuantizationConfig) -> Hashable:
@@ -230,7 +243,14 @@ def _warn_of_float_modules(model: nn.Module) -> None:
 
 def _check_layer_types(names: dict[str, type[nn.Module]], config: Config) -> None:
     for kind in config.layer_type_quant_config:
-        if not is_operator(kind) and kind in names.values():
+        if kind not in names.values():
+            continue
+        if (used := operator_class(kind)) is not kind:
+            raise ValueError(
+                f"layer_type_quant_config: {kind.__name__} is quantized as {used.__name__}: give "
+                f"nn.{used.__name__} in its place."
+            )
+        if not is_operator(kind):
             raise ValueError(
                 f"layer_type_quant_config: {kind.__name__} cannot be quantized "
                 f"(supported: {operator_names()})."

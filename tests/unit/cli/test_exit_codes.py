@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 TEXT = ["--num_calib_data", 2]
 # Verb -> a call, with CHECKPOINT for the model or checkpoint that it reads.
@@ -86,6 +87,24 @@ def test_codes(verb, damage, place, refused):
     said = refused(verb, *CALLS[verb], code=2 if damage in WRONG else 1)
     assert "CHECKPOINT" in said
     assert set(place.iterdir()) <= before, "a refused call has written something"
+
+
+def test_an_algorithm_that_does_not_fit_the_model(model_dir, text, place, refused):
+    call = ["--model_dir", model_dir, "--output_dir", "OUT", "--quant_scheme", "int4_wa_32"]
+    call += ["--quant_algo", "svdquant", "--dataset", text, "--seq_len", 16, *TEXT]
+    said = refused("quantize", *call, "--skip_evaluation", code=2)
+    assert "svdquant: no linear layer" in said and "Set a smaller min_layer_size" in said
+
+
+def test_a_weight_that_is_nan_is_named_before_the_evaluation(model_dir, text, place, refused):
+    path = shutil.copytree(model_dir, "NAN") + "/model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(weights, path, {"format": "pt"})
+    call = ["--model_dir", "NAN", "--output_dir", "OUT", "--quant_scheme", "int4_wo_32"]
+    call += ["--quant_algo", "gptq", "--dataset", text, "--eval_data", text, "--seq_len", 16]
+    said = refused("quantize", *call, *TEXT, code=1)
+    assert said.startswith("error: model.layers.1.mlp.down_proj.weight has NaN")
 
 
 @pytest.mark.parametrize("verb", CALLS)

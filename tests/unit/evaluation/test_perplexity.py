@@ -194,6 +194,13 @@ class TestPerplexity:
         with pytest.raises(FloatingPointError, match=r"window 5 of 7 .*nan"):
             perplexity(Broken(), windows, batch_size=2)
 
+    def test_a_damaged_weight_is_named(self, build, windows: torch.Tensor) -> None:
+        model = build()
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[3, 5] = math.nan
+        with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight has NaN"):
+            perplexity(model, windows % 64)
+
     def test_excluded_token_is_not_finite(self, windows: torch.Tensor) -> None:
         def exclude(logits: torch.Tensor) -> torch.Tensor:
             return logits.index_fill(-1, windows[0, 1:2], -math.inf)

@@ -1,5 +1,7 @@
 """The probe of the speed of the machine."""
 
+import errno
+import io
 import math
 
 import pytest
@@ -30,3 +32,14 @@ def test_all_speeds_are_measured(tmp_path):
     assert all(0 < speed < math.inf for speed in speeds)
     assert machine.probe([], tmp_path, seconds=0.01).read == math.inf  # nothing to read
     assert sorted(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_is_too_large_is_named(tmp_path, monkeypatch):
+    class Limited(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", lambda **options: Limited())
+    with pytest.raises(OSError, match="File too large") as caught:
+        machine.probe([], tmp_path, seconds=0.01)
+    assert caught.value.filename == str(tmp_path)

@@ -8,6 +8,7 @@ from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.resolution import resolve_names
 from quark.torch.quantization.group_fit import (
+    common_group_size,
     fit_group_sizes,
     fit_rotation_size,
     fit_super_blocks,
@@ -24,7 +25,7 @@ def group_sizes(model, config):
     return {name: layer.weight.group_size for name, layer in chosen.items()}
 
 
-def test_the_largest_power_of_two_that_divides_takes_the_place(build, config_of):
+def test_a_usual_size_that_divides_takes_the_place(build, config_of):
     model = build("llama", **SIZES, intermediate_size=128)
     config = config_of("int4_wo_128")
     fitted, changed = fit_group_sizes(model, config)
@@ -65,18 +66,35 @@ def test_layers_that_were_chosen_by_name_keep_their_configuration(build, config_
 def test_experts_are_fitted_too(build, config_of):
     model = build("mixtral", **SIZES, intermediate_size=48, num_local_experts=2)
     fitted, changed = fit_group_sizes(model, config_of("int4_wo_64"))
-    assert changed["model.layers.*.mlp.experts.*.w2"] == 16
+    assert changed["model.layers.*.mlp.experts.*.w2"] == 48
     assert changed["model.layers.*.mlp.experts.*.w1"] == 32
     ModelQuantizer.freeze(ModelQuantizer(fitted).quantize_model(model))
 
 
-def test_what_no_size_divides_is_left_to_the_refusal(build, config_of):
-    model = build("llama", hidden_size=36, num_attention_heads=3, num_key_value_heads=1)
-    config = config_of("int4_wo_128")
+@pytest.mark.parametrize(
+    ("given", "inputs", "fitting"),
+    [
+        *((128, 100, 100), (128, 72, 72), (128, 36, 36), (128, 96, 32), (128, 160, 32)),
+        *((128, 200, 100), (128, 254, 127), (128, 262, 131), (128, 131, 131), (128, 12, 12)),
+        *((32, 48, 24), (24, 64, 16), (32, 7, 7), (32, 74, 37), (128, 384, None)),
+    ],
+)
+def test_every_width_has_groups(build, config_of, given, inputs, fitting):
+    model = build("llama", intermediate_size=inputs)
+    config = config_of(f"int4_wo_{given}", exclude=["lm_head", "*self_attn*", "*gate*", "*up*"])
     fitted, changed = fit_group_sizes(model, config)
-    assert "model.layers.*.self_attn.q_proj" not in changed
-    with pytest.raises(ValueError, match="does not divide its 36"):
-        ModelQuantizer(fitted).quantize_model(model)
+    expected = {} if fitting is None else {"model.layers.*.mlp.down_proj": fitting}
+    assert changed == expected
+    ModelQuantizer.freeze(ModelQuantizer(fitted).quantize_model(model))
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs", "common"),
+    [(128, 96, 32), (128, 72, 8), (128, 100, None), (24, 96, 16), (32, 128, 16), (16, 48, 8)],
+)
+def test_a_size_for_all_layers(build, config_of, given, inputs, common):
+    model = build("llama", intermediate_size=inputs)
+    assert common_group_size(model, config_of(f"int4_wo_{given}")) == common
 
 
 @pytest.mark.parametrize(

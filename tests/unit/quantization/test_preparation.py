@@ -241,12 +241,34 @@ class TestPrepareAndRestore:
         assert torch.equal(model.again.weight, expected)
         assert not torch.equal(model(x), before)
 
-    def test_a_subclass_of_linear_is_left_alone(self):
+    def test_a_subclass_of_linear_that_computes_something_else_is_left_alone(self):
         class Special(nn.Linear):
-            pass
+            def forward(self, x):
+                return super().forward(x).relu()
 
         model = nn.Sequential(Special(8, 8), nn.Linear(8, 8))
         assert set(select_layers(model, Config(INT8))) == {"1"}
+        config = Config(INT8, exclude=["1"])
+        with pytest.raises(ValueError, match=r"Modules of Special stay in float: the forward"):
+            select_layers(model, config)
+
+    def test_a_subclass_of_linear_that_computes_the_same_is_quantized(self, build, logits):
+        model = build("falcon", bias=True)
+        layers = [f"transformer.h.{n}.mlp.dense_4h_to_h" for n in range(2)]
+        selected = select_layers(model, Config(INT8))
+        assert set(layers) < set(selected)
+        before, layer = logits(model), model.get_submodule(layers[0])
+        kind = type(layer)
+        assert kind.__name__ == "FalconLinear"
+        replace_layers(model, selected)
+        assert type(layer) is QuantLinear
+        restore_layers(model)
+        assert type(layer) is kind and torch.equal(logits(model), before)
+        by_type = Config(layer_type_quant_config={kind: INT8})
+        with pytest.raises(
+            ValueError, match=r"FalconLinear is quantized as Linear: give nn.Linear"
+        ):
+            select_layers(model, by_type)
 
     def test_modules_that_accelerate_placed(self, build, logits, quantize, config_of):
         from accelerate import dispatch_model

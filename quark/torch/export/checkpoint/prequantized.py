@@ -24,6 +24,7 @@ from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.export.formats.layouts.act_order import has_act_order
 from quark.torch.files import size_of
 from quark.torch.graph.residency import iterate_parts, residency_of
+from quark.torch.quantization.config.linear_classes import operator_class
 from quark.torch.quantization.config.match import with_layers
 from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
@@ -65,7 +66,9 @@ class PrequantizedLayers:
         return {
             name: layer
             for name, layer in self._layers.items()
-            if name not in changed and type(modules.get(name)) is layer.float_class
+            if name not in changed
+            and name in modules
+            and operator_class(type(modules[name])) is layer.float_class
         }
 
     def is_unchanged(self, name: str, layer: Any) -> bool:

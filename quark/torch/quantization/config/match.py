@@ -71,8 +71,9 @@ def _config_for_type(kind: type[nn.Module] | None, config: Config) -> Quantizati
     from torch.nn import Linear
 
     from quark.torch.quantization.config.layer_types import NAMED_ONLY
+    from quark.torch.quantization.config.linear_classes import operator_class
 
-    kind = kind or Linear
+    kind = operator_class(kind or Linear)
     usual = QuantizationConfig() if kind in NAMED_ONLY else config.global_quant_config
     return config.layer_type_quant_config.get(kind) or usual
 
@@ -124,8 +125,10 @@ def without_order(names: dict[str, type[nn.Module]], config: Config) -> Config:
         hit = [n for n in names if fnmatchcase(n, pattern)]
         exclude += [n for n in (map(literal, hit) if hit else [pattern]) if n not in exclude]
     from quark.torch.quantization.config.layer_types import LAYER_TYPES
+    from quark.torch.quantization.config.linear_classes import operator_class
 
-    operators = {n: kind for n, kind in names.items() if kind.__name__ in (*LAYER_TYPES, "Conv1D")}
+    kinds = (*LAYER_TYPES, "Conv1D")
+    operators = {n: kind for n, kind in names.items() if operator_class(kind).__name__ in kinds}
     layers = {n: _decided(n, kind, config) for n, kind in operators.items()}
     cache = {n: first_match(n, config.kv_cache_quant_config) for n in operators}
     queries = {n: first_match(n, config.query_quant_config) for n in operators}

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from quark.torch.quantization.config.linear_classes import operator_class
+
 _LAYERS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -182,7 +184,7 @@ def _find_routers(modules: dict[str, nn.Module]) -> list[Part]:
             routers += [
                 Part("router", f"{parent}.{n}" if parent else n, "router of experts")
                 for n, m in beside.items()
-                if type(m) is nn.Linear and m.out_features in (1, count)
+                if operator_class(type(m)) is nn.Linear and m.out_features in (1, count)
             ]
     return routers
 

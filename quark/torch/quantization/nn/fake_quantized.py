@@ -32,16 +32,20 @@ class FakeQuantizedLayer(QuantizedLayer):
     Parameters are in float. Once the layer is frozen, they hold quantized values.
 
     Attributes:
+        replaced_class: Class of the float module: ``float_class``, or another that computes alike.
         keeps_zeros: Whether the weight was pruned, so that algorithms leave its zeros zero.
     """
 
+    replaced_class: type[nn.Module]
     keeps_zeros: bool
 
     @classmethod
     def from_float(cls: type[Layer], module: nn.Module, config: QuantizationConfig) -> Layer:
         """Replace a float module in place by a quantized one and return it."""
+        replaced = type(module)
         change_class(module, cls)
         assert isinstance(module, cls)
+        module.replaced_class = replaced
         module.quant_config = config
         module.frozen = module.keeps_zeros = False
         module.register_buffer("input_rotation", None)
@@ -84,10 +88,11 @@ class FakeQuantizedLayer(QuantizedLayer):
         if not self.is_merged:
             with torch.no_grad():
                 write_(self.weight, self.merged_weight(self.weight.double()))
-        change_class(self, self.float_class)
+        change_class(self, self.replaced_class)
         for attribute in QUANTIZERS.values():
             delattr(self, attribute)
-        del self.quant_config, self.frozen, self.keeps_zeros, self.input_rotation
+        del self.quant_config, self.frozen, self.keeps_zeros, self.replaced_class
+        del self.input_rotation
         del self.input_prescale, self.low_rank_down, self.low_rank_up
         return self
 

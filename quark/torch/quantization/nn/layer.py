@@ -12,6 +12,7 @@ from quark.torch.numerics.custom_operators import rotate
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
+from quark.torch.quantization.config.linear_classes import operator_class
 from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.convolution import (
     CONVOLUTIONS,
@@ -267,7 +268,7 @@ class QuantizedLayer(nn.Module):
 
 def is_linear(kind: type[nn.Module]) -> bool:
     """Whether a float operator multiplies the last axis of its input by a matrix."""
-    return kind is nn.Linear or input_axis(kind) == 0
+    return operator_class(kind) is nn.Linear or input_axis(kind) == 0
 
 
 def input_axis(kind: type[nn.Module]) -> int:
@@ -280,8 +281,10 @@ def input_axis(kind: type[nn.Module]) -> int:
 
 
 def float_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, of a quantized one that of the float operator."""
-    return module.float_class if isinstance(module, QuantizedLayer) else type(module)
+    """Return the class of the float operator that a module is or replaces."""
+    if isinstance(module, QuantizedLayer):
+        return module.float_class
+    return operator_class(type(module))
 
 
 def change_class(module: nn.Module, cls: type[nn.Module]) -> None:

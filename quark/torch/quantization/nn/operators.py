@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quark.torch.quantization.config.linear_classes import operator_class
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.runtime_layer import RuntimeLayer
 
@@ -188,8 +189,8 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 def is_operator(kind: type[nn.Module]) -> bool:
-    """Whether modules of exactly this type can be quantized."""
-    return kind in OPERATORS or _is_conv1d(kind)
+    """Whether modules of this type can be quantized; see ``operator_class`` for subclasses."""
+    return operator_class(kind) in OPERATORS or _is_conv1d(kind)
 
 
 def operator_names() -> str:
@@ -199,7 +200,7 @@ def operator_names() -> str:
 
 def operator(kind: type[nn.Module]) -> Operator:
     """Return the classes that replace an operator, such as QuantLinear and QParamsLinear."""
-    return _conv1d_operator() if _is_conv1d(kind) else OPERATORS[kind]
+    return _conv1d_operator() if _is_conv1d(kind) else OPERATORS[operator_class(kind)]
 
 
 def _is_conv1d(kind: type[nn.Module]) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 from safetensors import SafetensorError
 
+from quark.cli import console
 from quark.torch import ModelExporter, ModelQuantizer
 
 
@@ -120,3 +121,17 @@ def test_the_index(build, config_of, fill_disk, tmp_path, monkeypatch):
     assert reached and list(tmp_path.iterdir()) == []
     ModelExporter(None, tmp_path / "out").export_safetensors_model(model, max_shard_size="20KB")
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EFBIG, "File too large", "out/x"), "File too large for out/x: a limit"),
+        (OSError(errno.EFBIG, "File too large"), "error: File too large: a limit"),
+        (SafetensorError("I/O error: File too large (os error 27)"), "(os error 27): a limit"),
+    ],
+)
+def test_a_limit_of_files(error, said, capsys):
+    assert console.report(error) == 1
+    told = capsys.readouterr().err
+    assert said in told and "Raise the limit ('ulimit -f unlimited')" in told

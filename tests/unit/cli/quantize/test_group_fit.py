@@ -11,9 +11,9 @@ from quark.torch.quantization.config.template import LLMTemplate
 
 @pytest.fixture
 def fit(build):
-    model = build("llama", device="meta", hidden_size=72, num_attention_heads=3)
-
-    def fit(scheme):
+    def fit(scheme, width=96):
+        sizes = {"hidden_size": 72, "num_attention_heads": 3, "intermediate_size": width}
+        model = build("llama", device="meta", **sizes)
         config = LLMTemplate.get("llama").get_config(scheme=scheme)
         return fit_groups(SimpleNamespace(recipe=None, quant_scheme=scheme), config, model)
 
@@ -31,6 +31,18 @@ def fit(build):
 def test_groups(fit, scheme, said):
     with pytest.raises(typer.BadParameter, match=said):
         fit(scheme)
+
+
+def test_without_a_size_for_all_each_kind_has_its_own(fit):
+    with pytest.raises(typer.BadParameter) as refusal:
+        fit("int4_wo_128", 100)
+    said = str(refusal.value)
+    assert "No size of groups divides all. Give each kind its own: " in said
+    assert "--layer_quant_scheme 'model.layers.*.mlp.down_proj' int4_wo_100" in said
+    assert "--layer_quant_scheme 'model.layers.*.self_attn.q_proj' int4_wo_72" in said
+    with pytest.raises(typer.BadParameter) as refusal:
+        fit("w_int2_per_group_asym", 100)
+    assert "--group_size_per_layer 'model.layers.*.mlp.down_proj' 100" in str(refusal.value)
 
 
 @pytest.mark.parametrize("scheme", ["q4_0", "iq4_nl"])

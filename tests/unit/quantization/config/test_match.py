@@ -118,11 +118,23 @@ def test_exclusion_precedes_a_name():
 
 def test_types_are_exact():
     class Own(nn.Linear):
-        pass
+        def forward(self, x):
+            return super().forward(x).relu()
 
     config = Config(GLOBAL, layer_type_quant_config={nn.Linear: TYPE})
     assert config_for("a", nn.Linear, config) == TYPE
     assert config_for("a", Own, config) == GLOBAL
+
+
+def test_a_subclass_of_linear_with_its_product_is_one():
+    class Own(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+    config = Config(GLOBAL, layer_type_quant_config={nn.Linear: TYPE})
+    assert config_for("a", Own, config) == TYPE
+    ordered = Config(GLOBAL, layer_quant_config={"b*": TYPE, "*": NAMED})
+    assert without_order({"b.a": Own}, ordered).layer_quant_config == {"b.a": TYPE}
 
 
 def test_an_empty_configuration_leaves_its_layers_alone():
