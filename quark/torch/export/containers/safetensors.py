@@ -25,6 +25,7 @@ from quark.torch.export.containers.merged_experts import expert_schemes, reads_e
 from quark.torch.export.containers.recognition import recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.export.formats.base import ExportFormat, format_class
+from quark.torch.export.formats.kv_cache import SCALE_NAMES
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.files import Target
 
@@ -257,9 +258,13 @@ class Safetensors(TensorDirectory):
         if _loading_class(path) != "AutoModelForCausalLM" or _has_conv1d(read_config_json(path)):
             return None
         fmt, schemes = self._schemes(path)
-        experts = expert_schemes(self.contents(path).summary, self.headers(path))
+        summary = self.contents(path).summary
+        experts = expert_schemes(summary, self.headers(path))
         if any(len(kinds) > 1 for kinds in experts.values()):  # vLLM merges those of a block
             return None
+        caches = (layer.name for layer in summary.layers if layer.scheme.kv_cache)
+        if any(name.rpartition(".")[2] not in SCALE_NAMES for name in caches):
+            return None  # its scales are those of keys, and those of values
         trust = ["--trust-remote-code"] * _has_code(read_config_json(path))
         is_own = fmt.name == "quark"
         is_other = is_own and (rotates_inputs(fmt.config) or not vllm.reads_own(experts, schemes))

@@ -15,6 +15,7 @@ from quark.torch.export.recognition import recognize_container
 from quark.torch.quantization.config.algo import OnlineRotationConfig, RotationConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
+from tests.unit.quantization.nn.caches import config_of
 
 IDS = torch.arange(20).reshape(2, 10)
 # Schemes of formats without integers.
@@ -119,6 +120,16 @@ def test_vllm_rotates_inputs_in_another_layout(build, quantize, tmp_path, presca
     other = tmp_path / "rotated-ct"
     assert "transform_config" in (other / "config.json").read_text("utf-8")
     assert get_container("hf_format").serve_command(other) == serve == f"vllm serve {other}"
+
+
+@pytest.mark.parametrize(("name", "options"), [("phi3", {"pad_token_id": 0}), ("llama", {})])
+def test_a_cache_of_one_projection_has_no_command(build, quantize, tmp_path, name, options):
+    """vLLM and compressed-tensors have scales of keys and of values."""
+    pattern = "*qkv_proj" if name == "phi3" else "*[kv]_proj"
+    config = config_of(layer=scheme("fp8"), patterns=[pattern])
+    ModelExporter(tmp_path).export_safetensors_model(quantize(build(name, **options), config))
+    command = get_container("hf_format").serve_command(tmp_path)
+    assert (command is None) == (name == "phi3")
 
 
 def test_no_command_where_vllm_has_no_scheme(models, tmp_path):
