@@ -147,20 +147,19 @@ def select_layers(
             "import_model_from_safetensors(None, directory, dequantize=True)."
         )
     _check_layer_types(names, config)
-    candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
     supported = operator_names()
+    candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
     if not candidates:
         raise ValueError(
             f"{type(model).__name__} has no module that can be quantized (supported: {supported})."
         )
     if warns:
         report_unmatched(list(names), config)
-    layers = assign(candidates, config)
-    if not layers:
+    if not (layers := assign(candidates, config)):
         raise ValueError(
             f"The configuration quantizes none of the {len(candidates)} modules of the model that "
-            f"can be ({supported}): set global_quant_config, or check exclude and the patterns."
-            f"{_describe_other_products(names.values())}"
+            f"can be ({supported}): set global_quant_config, or check exclude and the patterns"
+            + _describe_other_products(names.values())
         )
     checked: set[Hashable] = set()
     for name, layer in layers.items():
@@ -180,12 +179,12 @@ def select_layers(
 
 
 def _describe_other_products(kinds: Iterable[type[nn.Module]]) -> str:
-    """Return a sentence about subclasses of ``nn.Linear`` that cannot be quantized, if any."""
+    """Return the end of a message: a full stop, and what subclasses of ``nn.Linear`` stay."""
     classes = {kind for kind in kinds if issubclass(kind, nn.Linear) and not is_operator(kind)}
     if not classes:
-        return ""
+        return "."
     return (
-        f" Modules of {', '.join(sorted(kind.__name__ for kind in classes))} stay in float: the "
+        f". Modules of {', '.join(sorted(kind.__name__ for kind in classes))} stay in float: the "
         "forward of such a subclass of Linear was not seen to give the product of Linear."
     )
 
