@@ -81,6 +81,7 @@ def test_onnx_with_a_cache(quantize, refused, model_dir, shallow_dir, onnx_opera
 def test_a_model_without_keys_and_values_has_no_such_file(refused, tmp_path):
     pytest.importorskip("onnxscript")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64}
+    sizes["time_step_rank"] = 32  # inputs of a layer, which groups of 32 divide
     MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
     place = ["--model_dir", tmp_path / "mamba", "--output_dir", tmp_path / "out", *FLAGS]
     said = refused("quantize", *place, "--model_export", "onnx", "--use_cache")
