@@ -120,8 +120,10 @@ class _Handler(logging.Handler):
 
     def _is_known(self, record: logging.LogRecord) -> bool:
         """Whether a record is a warning that was shown before."""
+        if record.levelno != logging.WARNING:
+            return False
         text = record.getMessage()
-        is_known = record.levelno == logging.WARNING and text in self._warned
+        is_known = text in self._warned
         self._warned.add(text)
         return is_known
 

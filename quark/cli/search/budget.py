@@ -98,7 +98,7 @@ def check_reach(
 
 
 def _describe_range(least: float, most: float, formats: Iterable[str]) -> str:
-    """Return what bits per weight formats take, and what to do."""
+    """Return the range of the bits per weight of some formats, with what to do, as text."""
     names = f"{', '.join(formats)} take"
     low, high = _rounded(least, math.ceil), _rounded(most, math.floor)
     if float(low) >= float(high):

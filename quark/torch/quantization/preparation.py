@@ -147,8 +147,8 @@ def select_layers(
             "import_model_from_safetensors(None, directory, dequantize=True)."
         )
     _check_layer_types(names, config)
-    supported = operator_names()
     candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
+    supported = operator_names()
     if not candidates:
         raise ValueError(
             f"{type(model).__name__} has no module that can be quantized (supported: {supported})."
@@ -179,7 +179,7 @@ def select_layers(
 
 
 def _describe_other_products(kinds: Iterable[type[nn.Module]]) -> str:
-    """Return the end of a message: a full stop, and what subclasses of ``nn.Linear`` stay."""
+    """Return the end of a message: a full stop, and the subclasses of Linear that stay in float."""
     classes = {kind for kind in kinds if issubclass(kind, nn.Linear) and not is_operator(kind)}
     if not classes:
         return "."

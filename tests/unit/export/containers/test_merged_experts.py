@@ -1,4 +1,4 @@
-"""What is said of experts, which Transformers and vLLM merge as they read them."""
+"""Lines after an export of experts, which Transformers and vLLM merge as they read them."""
 
 import json
 
