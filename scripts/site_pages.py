@@ -17,6 +17,7 @@ COPIED = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/three_texts.md": "three-texts.md",
     "examples/README.md": "examples.md",
 }
 COMMANDS, PYTHON = "reference-commands.md", "reference-python.md"
