@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from kept_rows import KEPT, Row, kept
@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE, README = KEPT.with_suffix(".md"), ROOT / "README.md"
 BEGIN, END = "<!-- recipes -->\n", "<!-- end -->"
 REAL = "real"
+FINISH, STEPS = "distill", 40
 # Its layers of 576 inputs have no groups of 128. Scheme of a recipe -> scheme of its rows there.
 IN_64 = {f"int{bits}_wo_signed_128": f"int{bits}_wo_signed_64" for bits in (4, 3)}
 NAMES = {
@@ -43,11 +44,21 @@ HEAD = """# Rows of `three_texts.py`
 `three_texts_page.py` writes this page from `three_texts.json`. [README.md](README.md#three-texts)
 says how the rows are measured. KL is in millinats, with its standard error over windows, and with
 perplexity in brackets. Without algorithms, weights are rounded alone. *Inputs alone* leaves weights
-in float, as schemes that end in `:inputs` do. *Part* is the part of the docstrings that calibration
-reads, the first one if none is named. CPU seconds are of one thread, on several processors beside
-other programs: ours : theirs.
+in float, as schemes that end in `:inputs` do. `distill` has 40 steps. *Part* is the part of the
+docstrings that calibration reads, the first one if none is named. CPU seconds are of one thread, on
+several processors beside other programs: ours : theirs.
 
 """
+
+
+class Line(NamedTuple):
+    """A row of a recipe, and the rows that it is compared with."""
+
+    name: str
+    row: Row
+    rounding: Row | None
+    inputs: Row | None
+    rival: Row | None
 
 
 class Model:
@@ -64,25 +75,18 @@ class Model:
             for row in kept_model["rows"]
         ]
 
-    def recipe(self, name: str) -> Row | None:
-        """Return the row of a recipe, None if it was not measured."""
-        scheme, algorithms = RECIPES[name]
-        return self._row(self._scheme(scheme), list(algorithms))
+    def lines(self) -> Iterator[Line]:
+        """Yield what the tables tell of each recipe that was measured, and of it with a finish."""
+        for name, (scheme, algorithms) in RECIPES.items():
+            own, finish = self._scheme(scheme), {"name": FINISH, "iters": STEPS}
+            before = [options for options in algorithms if options["name"] not in ROUNDING]
+            inputs = self._row(f"{own}:inputs", before) or self._row(f"{own}:inputs", [])
+            for words, steps in ((f"`{name}`", []), (f"`{name}`, `{FINISH}`", [finish])):
+                if row := self._row(own, [*algorithms, *steps]):
+                    yield Line(words, row, self._row(own, []), inputs, self._rival(own))
 
-    def rounding(self, name: str) -> Row | None:
-        """Return the row of the scheme of a recipe without algorithms."""
-        return self._row(self._scheme(RECIPES[name][0]), [])
-
-    def inputs(self, name: str) -> Row | None:
-        """Return the row that rounds inputs alone, after what a recipe has before rounding."""
-        scheme, algorithms = RECIPES[name]
-        wanted = f"{self._scheme(scheme)}:inputs"
-        before = [options for options in algorithms if options["name"] not in ROUNDING]
-        return self._row(wanted, before) or self._row(wanted, [])
-
-    def rival(self, name: str) -> Row | None:
-        """Return the best row of other software in the scheme of a recipe."""
-        scheme = self._scheme(RECIPES[name][0])
+    def _rival(self, scheme: str) -> Row | None:
+        """Return the best row of other software in a scheme, with or without signed scales."""
         names = (scheme, scheme.replace("_signed", ""))
         rows = [row for row in self._first() if row["scheme"] in names and "software" in row]
         return min(rows, key=mean_log, default=None)
@@ -134,37 +138,50 @@ def listed(row: Row | None, texts: Sequence[str]) -> str:
     return "–" if row is None else ", ".join(short(float(kl_of(row, t).mean())) for t in texts)
 
 
-def recipe_table(model: Model, less: Callable[[Row, Row, str], str], *, inputs: bool) -> str:
-    """Return the table of recipes of a model, beside the best of other software, without a heading.
+def perplexity(row: Row, text: str) -> str:
+    """Return the perplexity on a text with three digits at least: ``9.77``, ``26.9``, ``1726``."""
+    value = row["texts"][text]["perplexity"]
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}"
+
+
+def perplexities(row: Row | None, texts: Sequence[str]) -> str:
+    """Return the perplexity on each text, such as ``26.9, 10.2, 16.7``."""
+    return "–" if row is None else ", ".join(perplexity(row, t) for t in texts)
+
+
+def lower(line: Line, texts: Sequence[str], *, errors: bool) -> str:
+    """Return by what part a recipe is below the best of others on each text, in percent."""
+    if line.rival is None:
+        return "–"
+    parts = [below(line.row, line.rival, text) for text in texts]
+    return ", ".join(f"{100 * p:.0f}{f' ± {100 * e:.0f}' if errors else ''} %" for p, e in parts)
+
+
+def recipe_table(model: Model, *, whole: bool) -> str:
+    """Return the table of recipes of a model beside the best of others, without a heading.
 
     Args:
         model: The model.
-        less: Writes by how much a row is below another one on a text.
-        inputs: Whether there is a column of inputs alone.
+        whole: Whether it has standard errors, inputs alone and perplexity too.
     """
-    alone = {"rounding alone": model.rounding} | ({"inputs alone": model.inputs} if inputs else {})
-    columns = ["recipe", "KL", *alone, "best of others", "its KL", "lower by", "CPU s"]
-    lines = []
-    for name in RECIPES:
-        if (row := model.recipe(name)) is None:
-            continue
-        cells = [
-            f"`{name}`",
-            *(listed(r, model.texts) for r in [row, *(f(name) for f in alone.values())]),
-        ]
-        if (rival := model.rival(name)) is None:
-            cells += ["–", "–", "–", short(row["seconds"])]
-        else:
-            cells += [label(rival), listed(rival, model.texts)]
-            cells += [", ".join(less(row, rival, text) for text in model.texts)]
-            cells += [f"{short(row['seconds'])} : {short(rival['seconds'])}"]
-        lines.append(cells)
-    return markdown("", columns, lines).partition("\n\n")[2]
-
-
-def readme_table(model: Model) -> str:
-    """Return the table of README."""
-    return recipe_table(model, lambda *rows: f"{100 * below(*rows)[0]:.0f} %", inputs=False)
+    texts, rows = model.texts, []
+    for line in model.lines():
+        rival = line.rival
+        seconds = [short(row["seconds"]) for row in (line.row, rival) if row is not None]
+        cells = {"recipe": line.name, "KL": listed(line.row, texts)}
+        cells["rounding alone"] = listed(line.rounding, texts)
+        if whole:
+            cells["inputs alone"] = listed(line.inputs, texts)
+        cells["best of others"] = "–" if rival is None else label(rival)
+        cells["its KL"] = listed(rival, texts)
+        cells["lower by"] = lower(line, texts, errors=whole)
+        if whole:
+            cells["perplexity"] = perplexities(line.row, texts)
+            cells["its perplexity"] = perplexities(rival, texts)
+        cells["CPU s"] = " : ".join(seconds)
+        rows.append(cells)
+    return markdown("", list(rows[0]), [[*cells.values()] for cells in rows]).partition("\n\n")[2]
 
 
 def page(models: Sequence[Model]) -> str:
@@ -174,19 +191,12 @@ def page(models: Sequence[Model]) -> str:
 
 def section(model: Model) -> str:
     """Return the part of the page that has the rows of a model."""
-
-    def less(*rows: Any) -> str:
-        part, error = below(*rows)
-        return f"{100 * part:.0f} ± {100 * error:.0f} %"
-
     texts = model.texts
     rows = sorted(model.rows, key=lambda row: (row["scheme"], mean_log(row)))
     columns = ["scheme", "way", *texts, "CPU s"]
     lines = []
     for row in rows:
-        cells = [
-            f"{with_error(kl_of(row, t))} ({row['texts'][t]['perplexity']:.4g})" for t in texts
-        ]
+        cells = [f"{with_error(kl_of(row, t))} ({perplexity(row, t)})" for t in texts]
         lines.append([row["scheme"], made_by(row), *cells, short(row["seconds"])])
     base = ", ".join(f"{model.base[text]:.4g} ({text})" for text in texts)
     windows = len(kl_of(rows[0], texts[0]))
@@ -196,7 +206,7 @@ def section(model: Model) -> str:
             "",
             f"{windows} windows of each text. Perplexity in float: {base}. KL in this order:",
             "",
-            recipe_table(model, less, inputs=True),
+            recipe_table(model, whole=True),
             markdown("All rows, the best of a scheme first", columns, lines),
         ]
     )
@@ -213,7 +223,7 @@ def contents() -> dict[Path, str]:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"{README} has no {BEGIN.strip()} … {END} for the table of recipes")
-    table = readme_table(models[REAL])
+    table = recipe_table(models[REAL], whole=False)
     ordered = [models[name] for name in NAMES if name in models]
     return {PAGE: page(ordered), README: f"{before}{begin}\n{table}{end}{after}"}
 
