@@ -4,17 +4,18 @@
     python benchmarks/three_texts_page.py --check  # writes nothing; fails if they would change
 
 A recipe is compared with the row of other software that has the least mean logarithm of KL in its
-scheme, with or without signed scales, over the texts that the model can read. *Below it by* is the
+scheme, with or without signed scales, over the texts that the model can read. *Lower by* is the
 part of its KL that the recipe does not lose, with the standard error of that over windows, which
-are paired.
+are paired. KL is the mean over all parts of the data for calibration that both rows have.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -45,16 +46,18 @@ HEAD = """# Rows of `three_texts.py`
 says how the rows are measured. KL is in millinats, with its standard error over windows, and with
 perplexity in brackets. Without algorithms, weights are rounded alone. *Inputs alone* leaves weights
 in float, as schemes that end in `:inputs` do. `distill` has 40 steps. *Part* is the part of the
-docstrings that calibration reads, the first one if none is named. CPU seconds are of one thread, on
+docstrings that calibration reads, the first one if none is named; recipes are means over the
+*parts* that were measured of both sides. CPU seconds are of one thread, on
 several processors beside other programs: ours : theirs.
 
 """
 
 
 class Line(NamedTuple):
-    """A row of a recipe, and the rows that it is compared with."""
+    """The row of a recipe, a mean over parts of the data, and the rows that it is compared with."""
 
     name: str
+    parts: int
     row: Row
     rounding: Row | None
     inputs: Row | None
@@ -80,28 +83,51 @@ class Model:
         for name, (scheme, algorithms) in RECIPES.items():
             own, finish = self._scheme(scheme), {"name": FINISH, "iters": STEPS}
             before = [options for options in algorithms if options["name"] not in ROUNDING]
-            inputs = self._row(f"{own}:inputs", before) or self._row(f"{own}:inputs", [])
+            inputs = self._parts(f"{own}:inputs", before) or self._parts(f"{own}:inputs", [])
+            rivals = self._rivals(own)
             for words, steps in ((f"`{name}`", []), (f"`{name}`, `{FINISH}`", [finish])):
-                if row := self._row(own, [*algorithms, *steps]):
-                    yield Line(words, row, self._row(own, []), inputs, self._rival(own))
+                rows = self._parts(own, [*algorithms, *steps])
+                shared = sorted(rows.keys() & rivals.keys()) or sorted(rows)
+                if rows:
+                    row = _mean_row([rows[part] for part in shared])
+                    theirs = [rivals[part] for part in shared if part in rivals]
+                    others = [[*self._parts(own, []).values()], [*inputs.values()], theirs]
+                    yield Line(
+                        words, len(shared), row, *(_mean_row(r) if r else None for r in others)
+                    )
 
-    def _rival(self, scheme: str) -> Row | None:
-        """Return the best row of other software in a scheme, with or without signed scales."""
+    def _rivals(self, scheme: str) -> dict[int, Row]:
+        """Return the best row of other software in a scheme, with or without signed scales.
+
+        The best one is that of the first part of the data.
+        """
         names = (scheme, scheme.replace("_signed", ""))
-        rows = [row for row in self._first() if row["scheme"] in names and "software" in row]
-        return min(rows, key=mean_log, default=None)
+        rows = [row for row in self.rows if row["scheme"] in names and "software" in row]
+        first = [row for row in rows if not row.keys() & {"part", "sampled"}]
+        best = min(first, key=mean_log, default=None)
+        return self._parts(best["scheme"], best["algorithms"], best["software"]) if best else {}
 
     def _scheme(self, scheme: str) -> str:
         return IN_64.get(scheme, scheme) if self.name == REAL else scheme
 
-    def _first(self) -> list[Row]:
-        return [row for row in self.rows if not row.keys() & {"part", "sampled"}]
+    def _parts(
+        self, scheme: str, algorithms: list[Any], software: str | None = None
+    ) -> dict[int, Row]:
+        """Return the rows of one way to quantize, by the part of the data that calibrates."""
+        wanted = (scheme, algorithms, software, None)
+        keys = ("scheme", "algorithms", "software", "sampled")
+        rows = [row for row in self.rows if tuple(map(row.get, keys)) == wanted]
+        return {row.get("part", 0): row for row in rows}
 
-    def _row(self, scheme: str, algorithms: list[Any]) -> Row | None:
-        wanted = (scheme, algorithms, None)
-        keys = ("scheme", "algorithms", "software")
-        found = (row for row in self._first() if tuple(map(row.get, keys)) == wanted)
-        return next(found, None)
+
+def _mean_row(found: Sequence[Row]) -> Row:
+    """Return the means of rows over the parts of the data."""
+    texts = {}
+    for text in found[0]["texts"]:
+        parts = [row["texts"][text] for row in found]
+        kl = [mean(values) for values in zip(*(part["kl"] for part in parts), strict=True)]
+        texts[text] = {"kl": kl, "perplexity": mean(part["perplexity"] for part in parts)}
+    return found[0] | {"texts": texts, "seconds": mean(row["seconds"] for row in found)}
 
 
 def kl_of(row: Row, text: str) -> torch.Tensor:
@@ -172,6 +198,7 @@ def recipe_table(model: Model, *, whole: bool) -> str:
         cells = {"recipe": line.name, "KL": listed(line.row, texts)}
         cells["rounding alone"] = listed(line.rounding, texts)
         if whole:
+            cells = {"recipe": line.name, "parts": str(line.parts), **cells}
             cells["inputs alone"] = listed(line.inputs, texts)
         cells["best of others"] = "–" if rival is None else label(rival)
         cells["its KL"] = listed(rival, texts)
