@@ -24,6 +24,7 @@ from torch import nn
 
 from quark.torch.distillation_files import FinishFiles, Progress, State
 from quark.torch.evaluation.divergence import kl_divergence
+from quark.torch.graph.alignment import align_parameters
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.residency import release, residency_of
 from quark.torch.original_predictions import OriginalPredictions, logits_of
@@ -142,6 +143,8 @@ def distill(
         raise ValueError("distill: the model has neither scales that may train, norms nor biases.")
     teaching, judging = split_kept_back(batches, options)
     files = None if journal is None else _open_files(journal, options, [*teaching, *judging])
+    for network in (model, original):
+        align_parameters(network)
     run = _Run(model, original, trained, options)
     with eval_mode(model), eval_mode(original):
         progress = _train(run, _begin(run, judging, files), teaching, judging, files)

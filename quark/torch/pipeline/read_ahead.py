@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from quark.torch.graph.alignment import aligned
 from quark.torch.numerics.finite import check_finite
 
 _PINNED = ("cuda", "xpu")  # devices that copy from pinned memory while they compute
@@ -68,6 +69,7 @@ class ReadAhead:
     @torch.no_grad()
     def _read(self, names: list[str]) -> dict[str, torch.Tensor]:
         values = self._source.read(names)
-        for name, tensor in values.items():
+        for name, tensor in list(values.items()):
             check_finite(name, tensor)  # this reads the pages of a mapped file too
-        return {n: t.pin_memory() if self._pins else t for n, t in values.items()}
+            values[name] = tensor.pin_memory() if self._pins else aligned(tensor)
+        return values

@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from quark.torch.graph.alignment import aligned
 from quark.torch.graph.parameter_writes import record_writes
 from quark.torch.numerics.finite import check_finite
 from quark.torch.pipeline.memory_limit import MemoryLimit
@@ -177,7 +178,9 @@ class Residency(UnitCache):
         readers = self._readers(unit)
         for name, parameter in absent:
             values = changed.get(name)
-            if values is None:
+            if values is not None:
+                values = aligned(values)
+            else:
                 values = readers.get(name, partial(self._read_one, name))()
                 if name not in self._checked:
                     check_finite(name, values)
@@ -190,7 +193,7 @@ class Residency(UnitCache):
     def _read_one(self, name: str) -> torch.Tensor:
         values = self._ahead.take(name)
         if values is None:
-            return self.source.read([name])[name]
+            return aligned(self.source.read([name])[name])
         self._checked.add(name)
         return values
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from quark.torch.graph.alignment import align_parameters
 from quark.torch.pipeline.context import Algorithm
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.algo import AlgoConfig
@@ -58,6 +59,11 @@ def prepare(model: nn.Module, plan: Plan) -> None:
         step(model, plan)
 
 
+def _align_parameters(model: nn.Module, plan: Plan) -> None:
+    if plan.has_data or plan.algorithms:
+        align_parameters(model)
+
+
 def _split_experts(model: nn.Module, plan: Plan) -> None:
     stack_experts(split_experts(model), keep=plan.layers)
     if plan.statistics is not None:
@@ -86,4 +92,10 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
 
 
 # Applied in this order.
-PREPARATIONS = (_split_experts, _replace_layers, _route_projections, _quantize_probabilities)
+PREPARATIONS = (
+    _align_parameters,
+    _split_experts,
+    _replace_layers,
+    _route_projections,
+    _quantize_probabilities,
+)
