@@ -1,4 +1,4 @@
-"""The addresses of parameters do not matter: they begin at multiples of 64 bytes where data runs."""
+"""Addresses of parameters do not matter: they begin at multiples of 64 bytes where data runs."""
 
 import copy
 
