@@ -44,20 +44,8 @@ def check(options: BlockwiseJointTuningConfig, layers: Mapping[str, Quantization
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is out of its range.
+        ValueError: No weight is quantized, or both learning rates are 0.
     """
-    least = {"epochs": 1, "batch_size": 1, "min_lr_factor": 1}
-    rates = ("weight_lr", "qparam_lr", "weight_decay", "qparam_weight_decay")
-    for name in (*least, *rates):
-        value = getattr(options, name)
-        if not least.get(name, 0) <= value < math.inf:
-            raise ValueError(
-                f"{options.name}: {name} must be {least.get(name, 0)} or more, got {value}."
-            )
-    if not 0 < options.max_grad_norm < math.inf:
-        raise ValueError(
-            f"{options.name}: max_grad_norm must be positive, got {options.max_grad_norm}."
-        )
     if not options.weight_lr and not options.qparam_lr:
         raise ValueError(f"{options.name}: weight_lr and qparam_lr are both 0, so nothing trains.")
     check_weights_quantized(options, layers)

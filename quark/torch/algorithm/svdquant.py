@@ -57,17 +57,9 @@ def check(options: SVDQuantConfig, layers: Mapping[str, QuantizationConfig]) -> 
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is out of its range.
+        ValueError: No weight is quantized.
     """
     check_weights_quantized(options, layers)
-    alphas = [options.smooth_alpha, *(options.alpha_candidates or ())]
-    if not all(0 <= alpha <= 1 for alpha in alphas):
-        raise ValueError(
-            f"svdquant: smooth_alpha and alpha_candidates must be between 0 and 1, got {alphas}."
-        )
-    for name in ("svd_rank", "alpha_search_max_samples"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"svdquant: {name} must be at least 1, got {getattr(options, name)}.")
 
 
 def resolve(context: Context, options: SVDQuantConfig) -> Collection[str]:
