@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from quark.torch.algorithm.block_training import (
 )
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layers import check_weights_quantized
-from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
+from quark.torch.algorithm.named_modules import check_names, has_part
+from quark.torch.algorithm.weight_rounding import iterate_blocks, select_by_block
 from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -49,6 +50,26 @@ def check(options: BlockwiseJointTuningConfig, layers: Mapping[str, Quantization
     if not options.weight_lr and not options.qparam_lr:
         raise ValueError(f"{options.name}: weight_lr and qparam_lr are both 0, so nothing trains.")
     check_weights_quantized(options, layers)
+
+
+def resolve(context: Context, options: BlockwiseJointTuningConfig) -> Collection[str]:
+    """Raise if the options select no layer, or none of whose weights or ranges train.
+
+    No input is rotated.
+
+    Raises:
+        ValueError: As in ``select_by_block``, or a list of parts of names selects no layer.
+    """
+    layers = [name for block in select_by_block(context, options).values() for name in block]
+    for field in ("trainable_modules", "quant_trainable_modules"):
+        parts = getattr(options, field)
+        check_names(context, f"{options.name}: {field}", parts, has_part)
+        if not any(_selects(parts, name) for name in layers):
+            raise ValueError(
+                f"{options.name}: {field}={parts} selects none of the layers to tune, such as "
+                f"{layers[0]}. Leave it empty for all layers."
+            )
+    return ()
 
 
 def apply(context: Context, options: BlockwiseJointTuningConfig) -> None:
@@ -195,7 +216,7 @@ def tune(
 
 def _selects(filters: list[str], name: str) -> bool:
     """Whether a layer is selected: its name has one of the parts, or there are none."""
-    return not filters or any(part in name for part in filters)
+    return not filters or any(has_part(name, part) for part in filters)
 
 
 def work(options: BlockwiseJointTuningConfig, block: BlockShape, data: DataShape) -> Work:

@@ -10,7 +10,6 @@ residual R alone is rounded (section 4.2, equations 4 and 5):
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
     write_weight_matrix_,
 )
+from quark.torch.algorithm.named_modules import fits_pattern, unmatched_names
 from quark.torch.algorithm.rescaling import fake_quantized_matrix
 from quark.torch.algorithm.smoothing import (
     centred,
@@ -68,6 +68,8 @@ def resolve(context: Context, options: SVDQuantConfig) -> Collection[str]:
     Raises:
         ValueError: A layer has no more inputs or outputs than the rank, or there is no layer.
     """
+    for problem in unmatched_names(context, options.exclude_patterns, fits_pattern):
+        logger.warning("svdquant: exclude_patterns has %s", problem)
     selected = _select(context, options)
     if not selected:
         raise ValueError(
@@ -183,7 +185,7 @@ def _select(context: Context, options: SVDQuantConfig) -> dict[str, Layers]:
         return (
             layer.is_linear
             and min(layer.input_width, layer.output_width) >= options.min_layer_size
-            and not any(fnmatch.fnmatchcase(name, p) for p in options.exclude_patterns)
+            and not any(fits_pattern(name, p) for p in options.exclude_patterns)
         )
 
     selected: dict[str, Layers] = {}

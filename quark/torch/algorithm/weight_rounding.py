@@ -24,6 +24,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
     write_weight_matrix_,
 )
+from quark.torch.algorithm.named_modules import check_names, has_end
 from quark.torch.algorithm.scale_refit import round_and_refit
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import resident
@@ -63,7 +64,7 @@ def iterate_blocks(
         compare: Whether to keep a second stream, that of the float model.
 
     Raises:
-        ValueError: The options select no layer.
+        ValueError: As in ``select_by_block``.
     """
     selected = select_by_block(context, options)
     untie(context, (name for layers in selected.values() for name in layers))
@@ -91,7 +92,7 @@ def needed_units(context: Context, options: BlockAlgoConfig) -> list[str]:
     Other units are left to the passes through the model.
 
     Raises:
-        ValueError: The options select no layer.
+        ValueError: As in ``select_by_block``.
     """
     selected = select_by_block(context, options)
     units, blocks = list(context.structure.units), context.structure.blocks
@@ -122,7 +123,7 @@ def select_by_block(
     """Return the layers that the options select, by name of their unit, then by their own name.
 
     Raises:
-        ValueError: There are none.
+        ValueError: There are none, or a name in the options matches no module.
     """
     units, blocks = context.structure.units, context.structure.blocks
     selected = {
@@ -135,6 +136,8 @@ def select_by_block(
             f"{options.model_decoder_layers!r} and inside_layer_modules="
             f"{options.inside_layer_modules}. Leave both empty for all layers."
         )
+    what = f"{options.name}: inside_layer_modules"
+    check_names(context, what, options.inside_layer_modules, has_end)
     return selected
 
 

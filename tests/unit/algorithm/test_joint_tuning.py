@@ -206,19 +206,40 @@ def test_layers_of_which_nothing_trains_are_rounded_to_the_nearest():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"epochs": 0}, "epochs must be 1 or more, got 0"),
-        ({"batch_size": 0}, "batch_size must be 1 or more"),
-        ({"weight_lr": -1e-4}, "weight_lr must be 0 or more"),
-        ({"qparam_lr": math.nan}, "qparam_lr must be 0 or more, got nan"),
-        ({"min_lr_factor": 0.5}, "min_lr_factor must be 1 or more"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ({"weight_lr": 0, "qparam_lr": 0}, "both 0, so nothing trains"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"weight_lr": -1e-4}, "weight_lr must be at least 0"),
+        ({"qparam_lr": math.nan}, "qparam_lr must be finite, got nan"),
+        ({"min_lr_factor": 0.5}, "min_lr_factor must be at least 1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
     ],
 )
 def test_options_out_of_range(options, problem):
+    with pytest.raises(ValueError, match=rf"BlockwiseJointTuningConfig\.{problem}"):
+        BlockwiseJointTuningConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"weight_lr": 0, "qparam_lr": 0}, "both 0, so nothing trains"),
+        ({"trainable_modules": ["zz"]}, "trainable_modules has 'zz', which matches no module"),
+        (
+            {"quant_trainable_modules": ["mlp", "q_porj"]},
+            "quant_trainable_modules has 'q_porj', which matches no module.*Nearest: q_proj",
+        ),
+        (
+            {"trainable_modules": ["lm_head"]},
+            r"trainable_modules=\['lm_head'\] selects none of the layers to tune, such as model",
+        ),
+        ({"inside_layer_modules": ["q_proj", "zz"]}, "inside_layer_modules has 'zz'"),
+    ],
+)
+def test_options_that_would_train_nothing(options, problem, unchanged):
+    model = build(small_config("llama"))
     config = preset("int4_wo_32", BlockwiseJointTuningConfig(**options))
-    with pytest.raises(ValueError, match=f"blockwise_joint_tuning: .*{problem}"):
-        ModelQuantizer(config).quantize_model(build(small_config("llama")), BATCHES)
+    with unchanged(model), pytest.raises(ValueError, match=f"blockwise_joint_tuning: {problem}"):
+        ModelQuantizer(config).quantize_model(model, BATCHES)
 
 
 def test_documented_options():

@@ -148,6 +148,13 @@ def test_what_is_written_and_cannot_be(llama, entry, said):
         usable(llama, [entry])
 
 
+def test_a_layer_that_is_no_module_is_refused(llama):
+    entry = {"prev_op": "input_layernorm", "layers": ["self_attn.q_proj", "self_attn.k_porj"]}
+    said = "scaling_layers has 'self_attn.k_porj', which matches no module.*Nearest: k_proj"
+    with pytest.raises(ValueError, match=f"awq: {said}"):
+        usable(llama, [entry])
+
+
 def test_another_list_of_blocks(llama):
     with pytest.raises(ValueError, match="connects them so"):
         usable(llama, [{"prev_op": NAMES[3], "layers": ["mlp.down_proj"]}], "model.decoder")

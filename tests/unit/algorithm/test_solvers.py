@@ -323,18 +323,28 @@ def test_names_that_lead_nowhere(written, solver, unchanged):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("kind", "options"),
     [
-        (GPTQConfig(damp_percent=-0.1), "gptq: damp_percent must be between 0 and 1, got -0.1"),
-        (GPTAQConfig(damp_percent=1.5), "gptaq: damp_percent must be between 0 and 1, got 1.5"),
-        (GPTAQConfig(alpha=-1.0), "gptaq: alpha must be between 0 and 1, got -1.0"),
+        (GPTQConfig, {"damp_percent": -0.1}),
+        (GPTAQConfig, {"damp_percent": 1.5}),
+        (GPTAQConfig, {"alpha": -1.0}),
     ],
-    ids=lambda value: value.name if hasattr(value, "name") else None,
 )
-def test_options_out_of_range(options, said, unchanged):
-    model = varied("llama")
+def test_options_out_of_range(kind, options):
+    ((name, value),) = options.items()
+    said = rf"{kind.__name__}\.{name} must be between 0 and 1, got {value}"
+    with pytest.raises(ValueError, match=said):
+        kind(**options)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_name_of_several_that_leads_nowhere(solver, unchanged):
+    """A name of a module that stays in float is none: configurations exclude layers too."""
+    model, names = varied("llama"), ["self_attn.q_proj", "mlp.up_porj"]
+    said = "inside_layer_modules has 'mlp.up_porj', which matches no module.*Nearest: up_proj"
     with unchanged(model), pytest.raises(ValueError, match=said):
-        quantized(model, "int4_wo_32", options)
+        quantized(model, "int4_wo_32", SOLVERS[solver](inside_layer_modules=names))
+    quantized(model, "int4_wo_32", SOLVERS[solver](inside_layer_modules=[names[0], "lm_head"]))
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -11,7 +11,7 @@ from typing import TypeVar
 E = TypeVar("E", bound=Enum)
 
 
-def one_of(name: str, choices: Iterable[str], what: str) -> str:
+def one_of(name: object, choices: Iterable[str], what: str) -> str:
     """Return the choice that equals ``name``, ignoring case.
 
     Args:

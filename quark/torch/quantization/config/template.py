@@ -193,7 +193,7 @@ class LLMTemplate:
         algorithms = make_algo_configs(algorithm, algo_configs or {})
         _warn_of_unused(algo_configs or {}, algorithms)
         layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
-        return build_config(
+        config = build_config(
             self._scheme(scheme),
             layers={p: self._scheme(s) for p, s in (layer_config or {}).items()},
             layer_types=layer_types,
@@ -204,6 +204,9 @@ class LLMTemplate:
             attention=attention,
             shared_scale_groups=shared_scale_groups,
         )
+        if min_kv_scale and not config.kv_cache_quant_config:
+            logger.warning("min_kv_scale=%g has no effect without kv_cache_scheme.", min_kv_scale)
+        return config
 
     @property
     def query_patterns(self) -> list[str]:

@@ -222,11 +222,11 @@ def test_numbers_lie_in_their_ranges(cls, name, value, said):
 def test_values_that_change_later_are_checked_before_work():
     config = Config(scheme("int8_wo"), algo_config=[GPTQConfig()])
     config.min_kv_scale = math.nan
-    with pytest.raises(ValueError, match="Config.min_kv_scale must be finite, got nan"):
+    with pytest.raises(ValueError, match=r"Config\.min_kv_scale must be finite, got nan"):
         check_compatibility(config)
     config.min_kv_scale = 0.0
     config.algo_config[0].block_size = 0
-    with pytest.raises(ValueError, match="GPTQConfig.block_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"GPTQConfig\.block_size must be at least 1, got 0"):
         check_compatibility(config)
 
 
