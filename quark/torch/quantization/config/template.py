@@ -11,6 +11,7 @@ from torch import nn
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
+from quark.torch.quantization.config.attention import quantizes_cache
 from quark.torch.quantization.config.bounds import NonNegative
 from quark.torch.quantization.config.builder import (
     Attention,
@@ -175,28 +176,20 @@ class LLMTemplate:
 
         Raises:
             TypeError: An argument is of another type, or options are not those of their algorithm.
-            ValueError: A name is unknown; the message names the nearest. ``min_kv_scale`` is
-                negative or not finite. Or a pattern of
-                ``layer_config`` may match queries, which ``attention_scheme`` quantizes.
+            ValueError: A name is unknown; the message names the nearest. Or ``min_kv_scale`` is
+                negative or not finite, or a pattern of ``layer_config`` may match queries, which
+                ``attention_scheme`` quantizes.
         """
         check_types(str, scheme=scheme)
-        check_types(NonNegative, min_kv_scale=min_kv_scale)
-        check_types(str | None, kv_cache_scheme=kv_cache_scheme, attention_scheme=attention_scheme)
         check_types(dict[str, str] | None, layer_config=layer_config)
         check_types(dict[type[nn.Module], str] | None, layer_type_config=layer_type_config)
-        cache = attention = None
-        if kv_cache_scheme is not None:
-            cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
-        if attention_scheme is not None:
-            patterns = self.query_patterns, self.kv_layers_name
-            attention = Attention(attention_scheme, *patterns, min_kv_scale)
+        cache, attention = self._cache(kv_cache_scheme, attention_scheme, min_kv_scale)
         algorithms = make_algo_configs(algorithm, algo_configs or {})
         _warn_of_unused(algo_configs or {}, algorithms)
-        layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
-        config = build_config(
+        return build_config(
             self._scheme(scheme),
             layers={p: self._scheme(s) for p, s in (layer_config or {}).items()},
-            layer_types=layer_types,
+            layer_types={kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()},
             exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
             float_parts=self._parts(float_parts, exclude_layers is None),
             algorithms=algorithms,
@@ -204,9 +197,22 @@ class LLMTemplate:
             attention=attention,
             shared_scale_groups=shared_scale_groups,
         )
-        if min_kv_scale and not config.kv_cache_quant_config:
+
+    def _cache(
+        self, kv_cache_scheme: str | None, attention_scheme: str | None, min_kv_scale: float
+    ) -> tuple[KVCache | None, Attention | None]:
+        """Return the quantization of the cache and of attention; arguments of ``get_config``."""
+        check_types(str | None, kv_cache_scheme=kv_cache_scheme, attention_scheme=attention_scheme)
+        check_types(NonNegative, min_kv_scale=min_kv_scale)
+        cache = attention = None
+        if kv_cache_scheme is not None:
+            cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
+        if attention_scheme is not None:
+            patterns = self.query_patterns, self.kv_layers_name
+            attention = Attention(attention_scheme, *patterns, min_kv_scale)
+        if min_kv_scale and cache is None and not quantizes_cache(attention_scheme or ""):
             logger.warning("min_kv_scale=%g has no effect without kv_cache_scheme.", min_kv_scale)
-        return config
+        return cache, attention
 
     @property
     def query_patterns(self) -> list[str]:
