@@ -25,8 +25,9 @@ from quark.torch.algorithm.block_training import (
 )
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layers import check_weights_quantized
-from quark.torch.algorithm.named_modules import check_names, has_part
+from quark.torch.algorithm.named_modules import has_part, warn_of_names
 from quark.torch.algorithm.weight_rounding import iterate_blocks, select_by_block
+from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -60,10 +61,11 @@ def resolve(context: Context, options: BlockwiseJointTuningConfig) -> Collection
     Raises:
         ValueError: As in ``select_by_block``, or a list of parts of names selects no layer.
     """
+    select_layers(context, options)
     layers = [name for block in select_by_block(context, options).values() for name in block]
     for field in ("trainable_modules", "quant_trainable_modules"):
         parts = getattr(options, field)
-        check_names(context, f"{options.name}: {field}", parts, has_part)
+        warn_of_names(context, f"{options.name}: {field}", parts, has_part)
         if not any(_selects(parts, name) for name in layers):
             raise ValueError(
                 f"{options.name}: {field}={parts} selects none of the layers to tune, such as "

@@ -1,12 +1,15 @@
-"""Names of modules in options of algorithms. A name that matches no module would act silently."""
+"""Names of modules in options of algorithms."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable
 
 from quark.torch.pipeline.context import Context
 from quark.torch.quantization.config.name_lookup import nearest
+
+logger = logging.getLogger(__name__)
 
 Match = Callable[[str, str], bool]  # takes the full name of a module, and a name of the options
 
@@ -26,28 +29,21 @@ def fits_pattern(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
-def check_names(context: Context, what: str, names: Iterable[str], matches: Match) -> None:
-    """Check that each name matches a module of the model, quantized or not.
+def warn_of_names(context: Context, what: str, names: Iterable[str], matches: Match) -> None:
+    """Warn of each name that matches no module of the model, quantized or not.
+
+    Files list the layers of an architecture, and a model may lack some of them.
 
     Args:
         context: The model.
         what: Algorithm and option, for the message.
         names: Names in the option.
         matches: How they are compared with names of modules.
-
-    Raises:
-        ValueError: A name matches no module; the message has the nearest names.
     """
-    for problem in unmatched_names(context, names, matches):
-        raise ValueError(f"{what} has {problem} Correct the name, or leave it out.")
-
-
-def unmatched_names(context: Context, names: Iterable[str], matches: Match) -> Iterator[str]:
-    """Iterate over descriptions of the names that match no module of the model."""
     modules = [name for name, _ in context.model.named_modules() if name]
     for given in names:
         if any(matches(name, given) for name in modules):
             continue
         near = nearest(given.strip("*").rpartition(".")[2], {n.rpartition(".")[2] for n in modules})
         hint = f" Nearest: {', '.join(near)}." if near else ""
-        yield f"{given!r}, which matches no module of the model.{hint}"
+        logger.warning("%s has %r, which matches no module of the model.%s", what, given, hint)

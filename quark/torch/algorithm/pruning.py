@@ -27,6 +27,7 @@ from quark.torch.algorithm.weight_rounding import (
     pool_expert_statistics,
     select_by_block,
 )
+from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.pieces import join_rows
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
@@ -67,6 +68,7 @@ def resolve(context: Context, options: PruningConfig) -> Collection[str]:
     Raises:
         ValueError: The message names the layer.
     """
+    select_layers(context, options)
     for layers in select_by_block(context, options).values():
         for name, layer in layers.items():
             width = layer.to_matrix(layer.weight).shape[1]

@@ -24,7 +24,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
     write_weight_matrix_,
 )
-from quark.torch.algorithm.named_modules import fits_pattern, unmatched_names
+from quark.torch.algorithm.named_modules import fits_pattern, warn_of_names
 from quark.torch.algorithm.rescaling import fake_quantized_matrix
 from quark.torch.algorithm.smoothing import (
     centred,
@@ -68,8 +68,7 @@ def resolve(context: Context, options: SVDQuantConfig) -> Collection[str]:
     Raises:
         ValueError: A layer has no more inputs or outputs than the rank, or there is no layer.
     """
-    for problem in unmatched_names(context, options.exclude_patterns, fits_pattern):
-        logger.warning("svdquant: exclude_patterns has %s", problem)
+    warn_of_names(context, "svdquant: exclude_patterns", options.exclude_patterns, fits_pattern)
     selected = _select(context, options)
     if not selected:
         raise ValueError(

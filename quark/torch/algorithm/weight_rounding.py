@@ -24,7 +24,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
     write_weight_matrix_,
 )
-from quark.torch.algorithm.named_modules import check_names, has_end
+from quark.torch.algorithm.named_modules import has_end, warn_of_names
 from quark.torch.algorithm.scale_refit import round_and_refit
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import resident
@@ -41,12 +41,16 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(context: Context, options: BlockAlgoConfig) -> Collection[str]:
-    """Raise if the options select no layer; no input is rotated.
+    """Raise if the options select no layer, and warn of names without a match.
+
+    No input is rotated.
 
     Raises:
         ValueError: As in ``iterate_blocks``.
     """
     select_by_block(context, options)
+    what = f"{options.name}: inside_layer_modules"
+    warn_of_names(context, what, options.inside_layer_modules, has_end)
     return ()
 
 
@@ -123,7 +127,7 @@ def select_by_block(
     """Return the layers that the options select, by name of their unit, then by their own name.
 
     Raises:
-        ValueError: There are none, or a name in the options matches no module.
+        ValueError: There are none.
     """
     units, blocks = context.structure.units, context.structure.blocks
     selected = {
@@ -136,8 +140,6 @@ def select_by_block(
             f"{options.model_decoder_layers!r} and inside_layer_modules="
             f"{options.inside_layer_modules}. Leave both empty for all layers."
         )
-    what = f"{options.name}: inside_layer_modules"
-    check_names(context, what, options.inside_layer_modules, has_end)
     return selected
 
 
