@@ -33,6 +33,7 @@ from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.run_steps import Finish
 from quark.torch.pipeline.statistics import data_digest
+from quark.torch.quantization.config.bounds import Count, InnerFraction, Positive
 from quark.torch.quantization.config.value_types import check_options
 from quark.torch.quantization.preparation import quantized_layers
 from quark.torch.trained_model import TrainedModel
@@ -60,22 +61,15 @@ class DistillationOptions:
         ValueError: A value is out of range.
     """
 
-    steps: int = 100
-    batch_size: int = 4
-    learning_rate: float = 3e-3
-    kept_back: float = 0.125
-    interval: int = 10
-    patience: int = 3
+    steps: Count = 100
+    batch_size: Count = 4
+    learning_rate: Positive = 3e-3
+    kept_back: InnerFraction = 0.125
+    interval: Count = 10
+    patience: Count = 3
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in ("steps", "batch_size", "interval", "patience"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give a positive number.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate}: give a positive number.")
-        if not 0 < self.kept_back < 1:
-            raise ValueError(f"kept_back={self.kept_back}: give a share between 0 and 1.")
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,8 @@ def check(options: AutoRoundConfig, layers: Mapping[str, QuantizationConfig]) ->
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is out of its range.
+        ValueError: No weight is quantized.
     """
-    for name in ("iters", "lr", "minmax_lr", "batch_size"):
-        value, least = getattr(options, name), int(name == "batch_size")
-        if not value >= least:
-            raise ValueError(f"autoround: {name} must be {least} or more, got {value}.")
     check_weights_quantized(options, layers)
 
 

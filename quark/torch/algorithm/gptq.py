@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quark.torch.algorithm.layer_inputs import collect_input_statistics, split_by_input
-from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
+from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import (
     iterate_blocks,
     pool_expert_statistics,
@@ -34,9 +34,8 @@ def check(options: GPTQConfig, layers: Mapping[str, QuantizationConfig]) -> None
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or ``damp_percent`` is not between 0 and 1.
+        ValueError: No weight is quantized.
     """
-    check_fractions(options, "damp_percent")
     check_weights_quantized(options, layers)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,9 @@ from quark.torch.algorithm.block_training import (
 )
 from quark.torch.algorithm.layer_inputs import quantize_inputs
 from quark.torch.algorithm.layers import check_weights_quantized
-from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
+from quark.torch.algorithm.named_modules import has_part, warn_of_names
+from quark.torch.algorithm.weight_rounding import iterate_blocks, select_by_block
+from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.scales import round_scale, round_zero_point
 from quark.torch.pipeline.block import Block, constant
 from quark.torch.pipeline.chunks import Chunks
@@ -44,23 +46,32 @@ def check(options: BlockwiseJointTuningConfig, layers: Mapping[str, Quantization
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is out of its range.
+        ValueError: No weight is quantized, or both learning rates are 0.
     """
-    least = {"epochs": 1, "batch_size": 1, "min_lr_factor": 1}
-    rates = ("weight_lr", "qparam_lr", "weight_decay", "qparam_weight_decay")
-    for name in (*least, *rates):
-        value = getattr(options, name)
-        if not least.get(name, 0) <= value < math.inf:
-            raise ValueError(
-                f"{options.name}: {name} must be {least.get(name, 0)} or more, got {value}."
-            )
-    if not 0 < options.max_grad_norm < math.inf:
-        raise ValueError(
-            f"{options.name}: max_grad_norm must be positive, got {options.max_grad_norm}."
-        )
     if not options.weight_lr and not options.qparam_lr:
         raise ValueError(f"{options.name}: weight_lr and qparam_lr are both 0, so nothing trains.")
     check_weights_quantized(options, layers)
+
+
+def resolve(context: Context, options: BlockwiseJointTuningConfig) -> Collection[str]:
+    """Raise if the options select no layer, or none of whose weights or ranges train.
+
+    No input is rotated.
+
+    Raises:
+        ValueError: As in ``select_by_block``, or a list of parts of names selects no layer.
+    """
+    select_layers(context, options)
+    layers = [name for block in select_by_block(context, options).values() for name in block]
+    for field in ("trainable_modules", "quant_trainable_modules"):
+        parts = getattr(options, field)
+        warn_of_names(context, f"{options.name}: {field}", parts, has_part)
+        if not any(_selects(parts, name) for name in layers):
+            raise ValueError(
+                f"{options.name}: {field}={parts} selects none of the layers to tune, such as "
+                f"{layers[0]}. Leave it empty for all layers."
+            )
+    return ()
 
 
 def apply(context: Context, options: BlockwiseJointTuningConfig) -> None:
@@ -207,7 +218,7 @@ def tune(
 
 def _selects(filters: list[str], name: str) -> bool:
     """Whether a layer is selected: its name has one of the parts, or there are none."""
-    return not filters or any(part in name for part in filters)
+    return not filters or any(has_part(name, part) for part in filters)
 
 
 def work(options: BlockwiseJointTuningConfig, block: BlockShape, data: DataShape) -> Work:

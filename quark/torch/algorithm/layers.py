@@ -61,18 +61,6 @@ def _not_applicable(options: AlgoConfig, tensors: str) -> str:
     )
 
 
-def check_fractions(options: AlgoConfig, *fields: str) -> None:
-    """Raise if a field of the options is not between 0 and 1.
-
-    Raises:
-        ValueError: A value lies outside.
-    """
-    for field in fields:
-        value = getattr(options, field)
-        if not 0 <= value <= 1:
-            raise ValueError(f"{options.name}: {field} must be between 0 and 1, got {value}.")
-
-
 def block_layers(
     context: Context, block: str, predicate: Predicate
 ) -> dict[str, FakeQuantizedLayer]:

@@ -17,7 +17,6 @@ from quark.torch.algorithm.gptq_solver import inverse_factor, prune_columns
 from quark.torch.algorithm.layer_inputs import collect_input_statistics
 from quark.torch.algorithm.layer_owners import change_layers
 from quark.torch.algorithm.layers import (
-    check_fractions,
     check_weights_quantized,
     split_rows,
     weight_matrix,
@@ -28,6 +27,7 @@ from quark.torch.algorithm.weight_rounding import (
     pool_expert_statistics,
     select_by_block,
 )
+from quark.torch.algorithm.weight_rounding import resolve as select_layers
 from quark.torch.numerics.pieces import join_rows
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.context import Algorithm, Context
@@ -51,11 +51,8 @@ def check(options: PruningConfig, layers: Mapping[str, QuantizationConfig]) -> N
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, a format has no zero, or ``damp_percent`` is not
-            between 0 and 1.
+        ValueError: No weight is quantized, or a format has no zero.
     """
-    if isinstance(options, SparseGPTConfig):
-        check_fractions(options, "damp_percent")
     check_weights_quantized(options, layers)
     for name, config in layers.items():
         if config.weight is not None and config.weight.scheme.float_zero_point:
@@ -71,6 +68,7 @@ def resolve(context: Context, options: PruningConfig) -> Collection[str]:
     Raises:
         ValueError: The message names the layer.
     """
+    select_layers(context, options)
     for layers in select_by_block(context, options).values():
         for name, layer in layers.items():
             width = layer.to_matrix(layer.weight).shape[1]

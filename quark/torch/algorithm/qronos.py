@@ -13,7 +13,7 @@ from quark.torch.algorithm.input_correction import (
     correct_and_round,
     correction_work,
 )
-from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
+from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import iterate_blocks, resolve
 from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.quantization.config.algo import GPTAQConfig, QronosConfig
@@ -24,10 +24,8 @@ def check(options: GPTAQConfig | QronosConfig, layers: Mapping[str, Quantization
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is not between 0 and 1.
+        ValueError: No weight is quantized.
     """
-    if isinstance(options, GPTAQConfig):
-        check_fractions(options, "alpha", "damp_percent")
     check_weights_quantized(options, layers)
 
 

@@ -16,6 +16,7 @@ from quark.torch.algorithm.layers import (
     fake_quantized_weight,
     has_quantized_weight,
 )
+from quark.torch.algorithm.named_modules import has_end, warn_of_names
 from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.structure import Edit, RescalingGroup
 from quark.torch.pipeline.context import Context
@@ -132,6 +133,7 @@ def _named_groups(
         ]
         if not groups:
             raise ValueError(_not_rescalable(context, options.name, producer, layers))
+        warn_of_names(context, f"{options.name}: scaling_layers", layers, has_end)
         for group in groups:
             others = set(group.consumers) - {f"{group.block}.{layer}" for layer in layers}
             if others:

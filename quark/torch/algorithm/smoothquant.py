@@ -39,10 +39,8 @@ def check(options: SmoothQuantConfig, layers: Mapping[str, QuantizationConfig]) 
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No input is quantized, or ``alpha`` is not between 0 and 1.
+        ValueError: No input is quantized.
     """
-    if not 0 <= options.alpha <= 1:
-        raise ValueError(f"smooth: alpha must be between 0 and 1, got {options.alpha}.")
     check_inputs_quantized(options, layers)
     weights = [layer.weight for layer in layers.values() if layer.weight is not None]
     is_per_tensor = any(spec.qscheme is QSchemeType.per_tensor for spec in weights)

@@ -10,7 +10,6 @@ residual R alone is rounded (section 4.2, equations 4 and 5):
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
     write_weight_matrix_,
 )
+from quark.torch.algorithm.named_modules import fits_pattern, warn_of_names
 from quark.torch.algorithm.rescaling import fake_quantized_matrix
 from quark.torch.algorithm.smoothing import (
     centred,
@@ -57,17 +57,9 @@ def check(options: SVDQuantConfig, layers: Mapping[str, QuantizationConfig]) -> 
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is out of its range.
+        ValueError: No weight is quantized.
     """
     check_weights_quantized(options, layers)
-    alphas = [options.smooth_alpha, *(options.alpha_candidates or ())]
-    if not all(0 <= alpha <= 1 for alpha in alphas):
-        raise ValueError(
-            f"svdquant: smooth_alpha and alpha_candidates must be between 0 and 1, got {alphas}."
-        )
-    for name in ("svd_rank", "alpha_search_max_samples"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"svdquant: {name} must be at least 1, got {getattr(options, name)}.")
 
 
 def resolve(context: Context, options: SVDQuantConfig) -> Collection[str]:
@@ -76,6 +68,7 @@ def resolve(context: Context, options: SVDQuantConfig) -> Collection[str]:
     Raises:
         ValueError: A layer has no more inputs or outputs than the rank, or there is no layer.
     """
+    warn_of_names(context, "svdquant: exclude_patterns", options.exclude_patterns, fits_pattern)
     selected = _select(context, options)
     if not selected:
         raise ValueError(
@@ -191,7 +184,7 @@ def _select(context: Context, options: SVDQuantConfig) -> dict[str, Layers]:
         return (
             layer.is_linear
             and min(layer.input_width, layer.output_width) >= options.min_layer_size
-            and not any(fnmatch.fnmatchcase(name, p) for p in options.exclude_patterns)
+            and not any(fits_pattern(name, p) for p in options.exclude_patterns)
         )
 
     selected: dict[str, Layers] = {}

@@ -24,6 +24,7 @@ from quark.torch.algorithm.layers import (
     weight_matrix,
     write_weight_matrix_,
 )
+from quark.torch.algorithm.named_modules import has_end, warn_of_names
 from quark.torch.algorithm.scale_refit import round_and_refit
 from quark.torch.graph.parameter_writes import write_
 from quark.torch.graph.residency import resident
@@ -40,12 +41,16 @@ logger = logging.getLogger(__name__)
 
 
 def resolve(context: Context, options: BlockAlgoConfig) -> Collection[str]:
-    """Raise if the options select no layer; no input is rotated.
+    """Raise if the options select no layer, and warn of names without a match.
+
+    No input is rotated.
 
     Raises:
         ValueError: As in ``iterate_blocks``.
     """
     select_by_block(context, options)
+    what = f"{options.name}: inside_layer_modules"
+    warn_of_names(context, what, options.inside_layer_modules, has_end)
     return ()
 
 
@@ -63,7 +68,7 @@ def iterate_blocks(
         compare: Whether to keep a second stream, that of the float model.
 
     Raises:
-        ValueError: The options select no layer.
+        ValueError: As in ``select_by_block``.
     """
     selected = select_by_block(context, options)
     untie(context, (name for layers in selected.values() for name in layers))
@@ -91,7 +96,7 @@ def needed_units(context: Context, options: BlockAlgoConfig) -> list[str]:
     Other units are left to the passes through the model.
 
     Raises:
-        ValueError: The options select no layer.
+        ValueError: As in ``select_by_block``.
     """
     selected = select_by_block(context, options)
     units, blocks = list(context.structure.units), context.structure.blocks

@@ -28,7 +28,7 @@ from quark.torch.algorithm.gptq_solver import (
     solve_columns,
 )
 from quark.torch.algorithm.input_correction import correct_and_round, correction_work
-from quark.torch.algorithm.layers import check_fractions, check_weights_quantized
+from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import (
     iterate_blocks,
     needed_units,
@@ -56,9 +56,8 @@ def check(options: YaqaConfig, layers: Mapping[str, QuantizationConfig]) -> None
     """Raise if the algorithm cannot be applied to these layers.
 
     Raises:
-        ValueError: No weight is quantized, or an option is not between 0 and 1.
+        ValueError: No weight is quantized.
     """
-    check_fractions(options, "damp_percent", "output_damp_percent")
     check_weights_quantized(options, layers)
 
 

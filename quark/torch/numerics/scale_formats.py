@@ -52,10 +52,14 @@ E5M3 = ScaleFormat("uint8", Dtype.fp8_e5m3.value)
 
 
 class ScaleType(Enum):
-    """Type in which scales are stored. ``float`` is float32, ``pof2`` a float32 power of two."""
+    """Type in which scales are stored. ``float`` is float32, ``pof2`` a float32 power of two.
+
+    ``power_of_2`` is another name of ``pof2``.
+    """
 
     float = "float"
     pof2 = "pof2"
+    power_of_2 = "pof2"
     float32 = "float32"
     float16 = "float16"
     bfloat16 = "bfloat16"

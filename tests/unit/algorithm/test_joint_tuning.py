@@ -206,19 +206,47 @@ def test_layers_of_which_nothing_trains_are_rounded_to_the_nearest():
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"epochs": 0}, "epochs must be 1 or more, got 0"),
-        ({"batch_size": 0}, "batch_size must be 1 or more"),
-        ({"weight_lr": -1e-4}, "weight_lr must be 0 or more"),
-        ({"qparam_lr": math.nan}, "qparam_lr must be 0 or more, got nan"),
-        ({"min_lr_factor": 0.5}, "min_lr_factor must be 1 or more"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
-        ({"weight_lr": 0, "qparam_lr": 0}, "both 0, so nothing trains"),
+        ({"epochs": 0}, "epochs must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"weight_lr": -1e-4}, "weight_lr must be at least 0"),
+        ({"qparam_lr": math.nan}, "qparam_lr must be finite, got nan"),
+        ({"min_lr_factor": 0.5}, "min_lr_factor must be at least 1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
     ],
 )
 def test_options_out_of_range(options, problem):
+    with pytest.raises(ValueError, match=rf"BlockwiseJointTuningConfig\.{problem}"):
+        BlockwiseJointTuningConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"weight_lr": 0, "qparam_lr": 0}, "weight_lr and qparam_lr are both 0, so nothing trains"),
+        ({"trainable_modules": ["zz"]}, r"trainable_modules=\['zz'\] selects none of the layers"),
+        (
+            {"quant_trainable_modules": ["q_porj", "zz"]},
+            r"quant_trainable_modules=\['q_porj', 'zz'\] selects none of the layers to tune",
+        ),
+        (
+            {"trainable_modules": ["lm_head"]},
+            r"trainable_modules=\['lm_head'\] selects none of the layers to tune, such as model",
+        ),
+    ],
+)
+def test_options_that_would_train_nothing(options, problem, unchanged):
+    model = build(small_config("llama"))
     config = preset("int4_wo_32", BlockwiseJointTuningConfig(**options))
-    with pytest.raises(ValueError, match=f"blockwise_joint_tuning: .*{problem}"):
-        ModelQuantizer(config).quantize_model(build(small_config("llama")), BATCHES)
+    with unchanged(model), pytest.raises(ValueError, match=f"blockwise_joint_tuning: {problem}"):
+        ModelQuantizer(config).quantize_model(model, BATCHES)
+
+
+@pytest.mark.parametrize("field", ["trainable_modules", "quant_trainable_modules"])
+def test_one_part_of_several_that_selects_nothing(field, caplog):
+    options = BlockwiseJointTuningConfig(**QUICK, **{field: ["mlp", "q_porj"]})
+    quantized(build(small_config("llama")), preset("int4_wo_32", options), BATCHES)
+    assert f"{field} has 'q_porj', which matches no module of the model" in caplog.text
+    assert "Nearest: q_proj" in caplog.text
 
 
 def test_documented_options():

@@ -268,7 +268,6 @@ def test_columns_behind_a_zero_compensate_for_its_error():
         ([GPTQConfig(), WandaConfig()], "wanda follows gptq, which rounds weights for good"),
         ([WandaConfig(mask_structure="3:5")], "inputs, which groups of 5 .* do not divide"),
         ([WandaConfig(inside_layer_modules=["no"])], "Leave both empty for all"),
-        ([SparseGPTConfig(damp_percent=2)], "damp_percent must be between 0 and 1"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(a.name for a in value),
 )
@@ -299,7 +298,8 @@ def test_zero_points_in_float_are_refused(unchanged):
         ({"mask_structure": "4:2"}, "with 0 < N < M, such as '2:4', got '4:2'"),
         ({"mask_structure": "half"}, "got 'half'"),
         ({"sparsity": 0.3}, "sets 0.5 of the weights to zero, but sparsity=0.3"),
-        ({"mask_structure": "unstructured", "sparsity": 1.0}, "must lie between 0 and 1, got 1.0"),
+        ({"mask_structure": "unstructured", "sparsity": 1.0}, "above 0 and below 1, got 1.0"),
+        ({"damp_percent": 2}, "damp_percent must be between 0 and 1, got 2"),
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
     ],
 )

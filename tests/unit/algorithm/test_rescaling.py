@@ -148,6 +148,13 @@ def test_what_is_written_and_cannot_be(llama, entry, said):
         usable(llama, [entry])
 
 
+def test_a_layer_that_is_no_module_warns(llama, caplog):
+    entry = {"prev_op": "input_layernorm", "layers": ["self_attn.q_proj", "self_attn.k_porj"]}
+    usable(llama, [entry])
+    said = "awq: scaling_layers has 'self_attn.k_porj', which matches no module of the model."
+    assert f"{said} Nearest: k_proj" in caplog.text
+
+
 def test_another_list_of_blocks(llama):
     with pytest.raises(ValueError, match="connects them so"):
         usable(llama, [{"prev_op": NAMES[3], "layers": ["mlp.down_proj"]}], "model.decoder")

@@ -323,18 +323,28 @@ def test_names_that_lead_nowhere(written, solver, unchanged):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("kind", "options"),
     [
-        (GPTQConfig(damp_percent=-0.1), "gptq: damp_percent must be between 0 and 1, got -0.1"),
-        (GPTAQConfig(damp_percent=1.5), "gptaq: damp_percent must be between 0 and 1, got 1.5"),
-        (GPTAQConfig(alpha=-1.0), "gptaq: alpha must be between 0 and 1, got -1.0"),
+        (GPTQConfig, {"damp_percent": -0.1}),
+        (GPTAQConfig, {"damp_percent": 1.5}),
+        (GPTAQConfig, {"alpha": -1.0}),
     ],
-    ids=lambda value: value.name if hasattr(value, "name") else None,
 )
-def test_options_out_of_range(options, said, unchanged):
-    model = varied("llama")
-    with unchanged(model), pytest.raises(ValueError, match=said):
-        quantized(model, "int4_wo_32", options)
+def test_options_out_of_range(kind, options):
+    ((name, value),) = options.items()
+    said = rf"{kind.__name__}\.{name} must be between 0 and 1, got {value}"
+    with pytest.raises(ValueError, match=said):
+        kind(**options)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_one_name_of_several_that_leads_nowhere(solver, caplog):
+    """A name of a module that stays in float is none: configurations exclude layers too."""
+    names = ["self_attn.q_proj", "mlp.up_porj", "lm_head"]
+    quantized(varied("llama"), "int4_wo_32", QUICK[solver](inside_layer_modules=names))
+    said = "inside_layer_modules has 'mlp.up_porj', which matches no module of the model. Nearest: "
+    assert caplog.text.count(said) == 1 and f"{said}up_proj" in caplog.text
+    assert caplog.text.count("which matches no module") == 1
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

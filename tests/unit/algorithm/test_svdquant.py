@@ -103,12 +103,8 @@ def test_other_layers(name):
     ("options", "said"),
     [
         ({"svd_rank": 64}, r"svd_rank=64 does not fit .* it must be below \d+"),
-        ({"svd_rank": 0}, "svd_rank must be at least 1, got 0"),
         ({"min_layer_size": 1000}, "no linear layer .* Set a smaller min_layer_size"),
         ({"exclude_patterns": ["model.*"]}, "no linear layer"),
-        ({"smooth_alpha": 2.0}, "must be between 0 and 1"),
-        ({"alpha_candidates": [0.5, -1.0]}, "must be between 0 and 1"),
-        ({"alpha_search_max_samples": 0}, "alpha_search_max_samples must be at least 1"),
         ({"low_rank_layers": ["lm_head"]}, "low_rank_layers has 'lm_head'"),
         ({"gptq_n_bits": 8}, "gptq_n_bits=8 is not supported: the scheme"),
     ],
@@ -119,6 +115,29 @@ def test_refused_before_the_model_changes(options, said, unchanged):
     with unchanged(model), pytest.raises(ValueError, match=said):
         check_compatibility(config)
         quantized(model, config, BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"svd_rank": 0}, "svd_rank must be at least 1, got 0"),
+        ({"smooth_alpha": 2.0}, "smooth_alpha must be between 0 and 1, got 2.0"),
+        ({"alpha_candidates": [0.5, -1.0]}, r"alpha_candidates\[1\] must be between 0 and 1"),
+        ({"alpha_search_max_samples": 0}, "alpha_search_max_samples must be at least 1"),
+    ],
+)
+def test_options_out_of_range(options, said):
+    with pytest.raises(ValueError, match=said):
+        algo.SVDQuantConfig(**options)
+
+
+def test_an_exclusion_that_matches_nothing_warns(caplog):
+    resolve(
+        context_of(varied("llama")),
+        algo.SVDQuantConfig(**SMALL, exclude_patterns=["*.1.*", "*up_porj"]),
+    )
+    assert "exclude_patterns has '*up_porj', which matches no module" in caplog.text
+    assert "Nearest: up_proj" in caplog.text and "'*.1.*'" not in caplog.text
 
 
 @pytest.mark.parametrize("later", [algo.AWQConfig(), algo.RotationConfig(), SVD])

@@ -302,11 +302,10 @@ def refused(unchanged):
             "autosmoothquant applies to none of .* needs inputs",
         ),
         ("bfloat16", AWQConfig(), "awq applies to none of .* needs weights"),
-        ("int8", SmoothQuantConfig(alpha=1.5), "alpha must be between 0 and 1, got 1.5"),
         ("int8", AutoSmoothQuantConfig(compute_scale_loss="RMS"), "'RMS' is unknown"),
         ("bfloat16", SVDQuantConfig(), "svdquant applies to none of .* needs weights"),
     ],
-    ids=["smooth", "auto", "awq", "alpha", "loss", "svdquant"],
+    ids=["smooth", "auto", "awq", "loss", "svdquant"],
 )
 def test_refused_before_the_model_runs(refused, name, scheme_name, options, said):
     refused(preset(scheme_name, options), said, name=name)

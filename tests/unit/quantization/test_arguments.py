@@ -88,7 +88,7 @@ def test_options_of_an_algorithm_that_is_not_applied(caplog):
 
 
 def test_patterns_that_are_none():
-    with pytest.raises(TypeError, match="expected a list of name patterns, got 3"):
+    with pytest.raises(TypeError, match="exclude_layers: expected a text or a list, got 3"):
         LLMTemplate("llama").get_config("int4_wo_32", exclude_layers=3)
 
 

@@ -15,6 +15,7 @@ from quark.torch.quantization.config.algo_training import AutoRoundConfig as Aut
 from quark.torch.quantization.config.algo_training import (
     BlockwiseJointTuningConfig as BlockwiseJointTuningConfig,
 )
+from quark.torch.quantization.config.bounds import Count, Fraction, Natural, NonNegative
 from quark.torch.quantization.config.pruning import PruningConfig as PruningConfig
 from quark.torch.quantization.config.pruning import SparseGPTConfig as SparseGPTConfig
 from quark.torch.quantization.config.pruning import WandaConfig as WandaConfig
@@ -35,11 +36,11 @@ class SmoothQuantConfig(RandomTokensConfig, PreQuantOptConfig):
     """
 
     name: str = "smooth"
-    alpha: float = 1
-    scale_clamp_min: float = 1e-3
+    alpha: Fraction = 1
+    scale_clamp_min: NonNegative = 1e-3
     scaling_layers: list[dict[str, Any]] = field(default_factory=list)
     model_decoder_layers: str = ""
-    random_tokens: float = 0.0
+    random_tokens: Fraction = 0.0
 
 
 @dataclass
@@ -97,7 +98,7 @@ class RotationConfig(PreQuantOptConfig):
     r2: bool = False
     r3: bool = False
     r4: bool = False
-    rotation_size: int | None = None
+    rotation_size: Count | None = None
     random_r1: bool = False
     random_r2: bool = False
     backbone: str = "model"
@@ -113,15 +114,13 @@ class RotationConfig(PreQuantOptConfig):
     smooth_positions: list[str] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(self.online_config, dict):
             given = present_options(
                 self.online_config, OnlineRotationConfig, "option of online_config"
             )
             check_fields(given, OnlineRotationConfig, "online_config")
             self.online_config = OnlineRotationConfig(**given)
-        elif not isinstance(self.online_config, OnlineRotationConfig | None):
-            raise ValueError(f"online_config: expected an object, got {self.online_config!r}.")
+        super().__post_init__()
 
 
 @dataclass
@@ -155,7 +154,7 @@ class AutoSmoothQuantConfig(RandomTokensConfig):
     scaling_layers: list[dict[str, Any]] | None = None
     model_decoder_layers: str | None = None
     compute_scale_loss: str | None = "MSE"
-    random_tokens: float = 0.0
+    random_tokens: Fraction = 0.0
 
 
 @dataclass
@@ -172,7 +171,7 @@ class AWQConfig(RandomTokensConfig):
     name: str = "awq"
     scaling_layers: list[dict[str, Any]] = field(default_factory=list)
     model_decoder_layers: str = ""
-    random_tokens: float = 0.0
+    random_tokens: Fraction = 0.0
 
 
 @dataclass
@@ -184,19 +183,11 @@ class CLEConfig(PreQuantOptConfig):
             changes by more than a thousandth.
         absorb_biases: Whether to move high biases into the next layers afterwards (section 4.1.3).
             This needs calibration data.
-
-    Raises:
-        ValueError: ``iterations`` is less than 1.
     """
 
     name: str = "cle"
-    iterations: int = 50
+    iterations: Count = 50
     absorb_biases: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.iterations < 1:
-            raise ValueError(f"cle: iterations must be at least 1, got {self.iterations}.")
 
 
 @dataclass
@@ -227,11 +218,11 @@ class SolverConfig(RandomTokensConfig, RoundingConfig):
 
     inside_layer_modules: list[str] = field(default_factory=list)
     model_decoder_layers: str = ""
-    block_size: int = 128
+    block_size: Count = 128
     desc_act: bool = True
     static_groups: bool = True
     choose_damping: bool = False
-    random_tokens: float = 0.0
+    random_tokens: Fraction = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -252,7 +243,7 @@ class GPTQConfig(SolverConfig):
     """
 
     name: str = "gptq"
-    damp_percent: float = 0.01
+    damp_percent: Fraction = 0.01
     true_sequential: bool = False
 
 
@@ -265,7 +256,7 @@ class GPTAQConfig(GPTQConfig):
     """
 
     name: str = "gptaq"
-    alpha: float = 0.25
+    alpha: Fraction = 0.25
 
 
 @dataclass
@@ -292,8 +283,8 @@ class YaqaConfig(SolverConfig):
     """
 
     name: str = "yaqa"
-    damp_percent: float = 0.01
-    output_damp_percent: float = 0.3
+    damp_percent: Fraction = 0.01
+    output_damp_percent: Fraction = 0.3
 
 
 @dataclass
@@ -320,19 +311,19 @@ class SVDQuantConfig(AlgoConfig):
     """
 
     name: str = "svdquant"
-    svd_rank: int = 32
-    smooth_alpha: float = 0.5
+    svd_rank: Count = 32
+    smooth_alpha: Fraction = 0.5
     search_alpha: bool = True
-    alpha_candidates: list[float] | None = None
-    alpha_search_max_samples: int = 8
+    alpha_candidates: list[Fraction] | None = None
+    alpha_search_max_samples: Count = 8
     exclude_patterns: list[str] = field(default_factory=list)
-    min_layer_size: int = 256
+    min_layer_size: Natural = 256
     use_gptq: bool = False
     gptq_n_bits: int = 4
     gptq_symmetric: bool = True
     gptq_group_size: int = -1
-    gptq_blocksize: int = 128
-    gptq_percdamp: float = 0.01
+    gptq_blocksize: Count = 128
+    gptq_percdamp: Fraction = 0.01
     gptq_actorder: bool = False
     low_rank_layers: list[str] | None = None
 

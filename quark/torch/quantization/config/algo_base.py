@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from quark.torch.quantization.config.bounds import Fraction
 from quark.torch.quantization.config.name_lookup import unknown
 from quark.torch.quantization.config.value_types import check_options
 
@@ -48,12 +49,19 @@ class AlgoConfig:
 
     Raises:
         TypeError: An option has a value of another type.
+        ValueError: A number is outside of its range, or ``name`` is not that of the class.
     """
 
     name: str
 
     def __post_init__(self) -> None:
         check_options(self)
+        own = getattr(type(self), "name", self.name)
+        if self.name != own:
+            raise ValueError(
+                f"{type(self).__name__}.name: expected {own!r}, got {self.name!r}. Leave it out, "
+                "or use the class of the other algorithm."
+            )
 
     def steps(self) -> list[AlgoConfig]:
         """Return the options of the algorithms to apply in turn: this one, for most options."""
@@ -66,19 +74,9 @@ class RandomTokensConfig(AlgoConfig):
     Attributes:
         random_tokens: Sequences of random tokens that are added to the data, for each sequence of
             it, between 0 and 1.
-
-    Raises:
-        ValueError: ``random_tokens`` is not between 0 and 1.
     """
 
-    random_tokens: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.random_tokens <= 1:
-            raise ValueError(
-                f"{self.name}: random_tokens must be between 0 and 1, got {self.random_tokens}."
-            )
+    random_tokens: Fraction
 
 
 class PreQuantOptConfig(AlgoConfig):

@@ -9,8 +9,9 @@ from typing import Any
 from quark.torch.quantization.config.algo import ALGO_CONFIGS, AlgoConfig, present_options
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.serialize import path_of
-from quark.torch.quantization.config.value_types import check_fields
+from quark.torch.quantization.config.value_types import check_fields, check_types
 
+_ALIASES = {"smoothquant": "smooth"}
 _LISTS = ("scaling_layers", "inside_layer_modules", "exclude_patterns")
 
 
@@ -31,7 +32,8 @@ def algo_config_from_dict(data: dict[str, Any]) -> AlgoConfig:
     # Files write null for an empty list.
     options = {key: v for key, v in options.items() if v is not None or key not in _LISTS}
     check_fields(options, cls, name)
-    return cls(**{**options, "name": name})
+    with path_of(name):
+        return cls(**{**options, "name": name})
 
 
 def make_algo_configs(
@@ -44,22 +46,29 @@ def make_algo_configs(
         given: Options by name, instead of the default ones.
 
     Raises:
-        TypeError: Options are not of the class of an algorithm.
+        TypeError: Options are not of the class of their algorithm.
         ValueError: A name is unknown; the message names the nearest.
     """
+    check_types(str | list[str] | None, algorithm=names)
+    check_types(Mapping[str, Any], algo_configs=given)
+    options_of = {}
     for name, options in given.items():
-        if not isinstance(options, AlgoConfig):
-            cls = ALGO_CONFIGS.get(name, AlgoConfig).__name__
-            kind = type(options).__name__
-            raise TypeError(f"algo_configs: the options of {name} are a {kind}: give {cls}(…).")
-    names = [names] if isinstance(names, str) else names or []
-    aliases = {"smoothquant": "smooth"}
-    configs = []
-    for name in names:
-        key = one_of(name, [*ALGO_CONFIGS, *aliases, *given], "algorithm")
-        key = aliases.get(key, key)
-        configs.append(given.get(name) or given.get(key) or ALGO_CONFIGS[key]())
-    return configs
+        key = _present_name(name, "algo_configs")
+        if type(options) is not ALGO_CONFIGS[key]:
+            raise TypeError(
+                f"algo_configs: the options of {name} are a {type(options).__name__}: give "
+                f"{ALGO_CONFIGS[key].__name__}(…)."
+            )
+        options_of[key] = options
+    wanted = [names] if isinstance(names, str) else names or []
+    keys = [_present_name(name, "algorithm") for name in wanted]
+    return [options_of.get(key) or ALGO_CONFIGS[key]() for key in keys]
+
+
+def _present_name(name: str, what: str) -> str:
+    """Return the name of an algorithm in ``ALGO_CONFIGS``."""
+    key = one_of(name, [*ALGO_CONFIGS, *_ALIASES], what)
+    return _ALIASES.get(key, key)
 
 
 def load_quant_algo_config_from_file(file_path: str | Path, name: str | None = None) -> AlgoConfig:

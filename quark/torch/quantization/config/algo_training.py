@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from quark.torch.quantization.config.algo_base import RoundingConfig
+from quark.torch.quantization.config.bounds import (
+    Count,
+    Divisor,
+    Natural,
+    NonNegative,
+    Positive,
+)
 
 
 @dataclass
@@ -22,11 +29,11 @@ class AutoRoundConfig(RoundingConfig):
     """
 
     name: str = "autoround"
-    iters: int = 200
-    lr: float = 1 / 200
+    iters: Natural = 200
+    lr: NonNegative = 1 / 200
     enable_minmax_tuning: bool = True
-    minmax_lr: float = 1 / 200
-    batch_size: int = 8
+    minmax_lr: NonNegative = 1 / 200
+    batch_size: Count = 8
     inside_layer_modules: list[str] = field(default_factory=list)
     model_decoder_layers: str = ""
 
@@ -51,14 +58,14 @@ class BlockwiseJointTuningConfig(RoundingConfig):
     """
 
     name: str = "blockwise_joint_tuning"
-    epochs: int = 5
-    weight_lr: float = 1e-4
-    qparam_lr: float = 1e-4
-    weight_decay: float = 0.0
-    qparam_weight_decay: float = 0.0
-    min_lr_factor: float = 20.0
-    max_grad_norm: float = 0.3
-    batch_size: int = 2
+    epochs: Count = 5
+    weight_lr: NonNegative = 1e-4
+    qparam_lr: NonNegative = 1e-4
+    weight_decay: NonNegative = 0.0
+    qparam_weight_decay: NonNegative = 0.0
+    min_lr_factor: Divisor = 20.0
+    max_grad_norm: Positive = 0.3
+    batch_size: Count = 2
     inside_layer_modules: list[str] = field(default_factory=list)
     model_decoder_layers: str = ""
     trainable_modules: list[str] = field(default_factory=list)

@@ -6,7 +6,7 @@ configuration is built without a model; ``resolution`` adapts it to a model when
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -21,6 +21,7 @@ from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.part_kinds import PARTS
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD, fused_projections
+from quark.torch.quantization.config.value_types import check_types
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def build_config(
             None too, else for none: an explicit list of names is the whole list.
 
     Raises:
+        TypeError: Patterns or groups are of another type.
         ValueError: No scheme of the cache or of attention has that name; the message names the
             nearest. Or a pattern of ``layers`` may match queries that are quantized.
     """
@@ -98,8 +100,8 @@ def build_config(
         global_quant_config=scheme,
         layer_quant_config=layers,
         layer_type_quant_config=layer_types,
-        exclude=[OUTPUT_HEAD] if exclude is None else _as_list(exclude),
-        float_parts=_as_list(float_parts),
+        exclude=[OUTPUT_HEAD] if exclude is None else as_patterns("exclude_layers", exclude),
+        float_parts=as_patterns("float_parts", float_parts),
         algo_config=list(algorithms),
         shared_scale_groups=shared_scale_groups,
     )
@@ -113,14 +115,17 @@ def build_config(
     )
 
 
-def _as_list(patterns: Sequence[str]) -> list[str]:
+def as_patterns(what: str, patterns: str | Sequence[str]) -> list[str]:
     """Return patterns as a list; a single text is one pattern, not one for each character.
+
+    Args:
+        what: Name of the argument, for the message.
+        patterns: Pattern or patterns.
 
     Raises:
         TypeError: They are no patterns.
     """
-    if not isinstance(patterns, Iterable):
-        raise TypeError(f"expected a list of name patterns, got {patterns!r}.")
+    check_types(str | Sequence[str], **{what: patterns})
     return [patterns] if isinstance(patterns, str) else list(patterns)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from quark.torch.quantization.config.attention import check_softmax
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.serialize import plain
+from quark.torch.quantization.config.value_types import check_options
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,14 @@ REFUSED: dict[str, dict[str, str]] = {
 def check_compatibility(config: Config) -> None:
     """Check that a configuration has no option that is not supported.
 
+    Types and ranges are checked again, since options may have changed after they were made.
+
     Raises:
-        ValueError: An option has a value that is not supported.
+        TypeError: An option has a value of another type.
+        ValueError: An option has a value that is not supported, or outside of its range.
     """
+    for part in _parts(config):
+        check_options(part)
     for part, name, message in _changed_options(config, REFUSED):
         raise ValueError(message.format(_describe(part, name)))
     check_softmax(config)

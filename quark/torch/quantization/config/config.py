@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from quark.torch.quantization.config.algo_lookup import (
 from quark.torch.quantization.config.algo_lookup import (
     load_quant_algo_config_from_file as load_quant_algo_config_from_file,
 )
+from quark.torch.quantization.config.bounds import Natural, NonNegative
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.graph import PassOptions as PassOptions
 from quark.torch.quantization.config.graph import ShiftLimits as ShiftLimits
@@ -54,7 +56,7 @@ from quark.torch.quantization.config.spec_bases import ScaleQuantSpec as ScaleQu
 from quark.torch.quantization.config.spec_bases import TwoStageSpec as TwoStageSpec
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES as SPEC_CLASSES
 from quark.torch.quantization.config.type import QuantFlow, QuantizationMode
-from quark.torch.quantization.config.value_types import check_fields, check_options
+from quark.torch.quantization.config.value_types import check_fields, check_options, check_types
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -149,7 +151,14 @@ _READ = (  # fields that have readers of their own, which check them
     *_OBJECTS,
 )
 _BY_NAME = ("layer_quant_config", "kv_cache_quant_config", "query_quant_config")
-_LISTS = ("exclude", "algo_config", "pre_quant_opt_config", "kv_cache_group", "shared_scale_groups")
+_LISTS = (
+    "exclude",
+    "algo_config",
+    "pre_quant_opt_config",
+    "float_parts",
+    "kv_cache_group",
+    "shared_scale_groups",
+)
 
 
 @dataclass(eq=True)
@@ -202,7 +211,8 @@ class Config:
 
     Raises:
         TypeError: A field holds a value of another type.
-        ValueError: ``quant_mode``, ``quant_flow`` or a kind of ``float_parts`` is unknown.
+        ValueError: ``quant_mode``, ``quant_flow`` or a kind of ``float_parts`` is unknown, or a
+            number is outside of its range.
     """
 
     global_quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
@@ -214,10 +224,10 @@ class Config:
     algo_config: list[AlgoConfig] | None = None
     pre_quant_opt_config: list[AlgoConfig] = field(default_factory=list)
     quant_mode: QuantizationMode = QuantizationMode.eager_mode
-    log_severity_level: int | None = 1
+    log_severity_level: Natural | None = 1
     version: str | None = __version__
     kv_cache_group: list[str] = field(default_factory=list)
-    min_kv_scale: float = 0.0
+    min_kv_scale: NonNegative = 0.0
     kv_cache_post_rope: bool = False
     shared_scale_groups: list[list[str]] = field(default_factory=list)
     quant_flow: QuantFlow = QuantFlow.standard
@@ -232,41 +242,22 @@ class Config:
     query_quant_config: _ByName = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.global_quant_config, QuantizationConfig):
-            raise TypeError(
-                "global_quant_config: expected a QuantizationConfig, "
-                f"got {self.global_quant_config!r}."
-            )
-        self.exclude = _as_list(self.exclude)
-        self.float_parts = check_parts(_as_list(self.float_parts))
-        self.layer_quant_config = dict(self.layer_quant_config or {})
-        self.layer_type_quant_config = dict(self.layer_type_quant_config or {})
-        self.kv_cache_quant_config = dict(self.kv_cache_quant_config or {})
-        self.query_quant_config = dict(self.query_quant_config or {})
-        self._check_layers()
-        for name, cls in _OBJECTS.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, cls):
-                raise TypeError(f"{name}: expected {cls.__name__} or None, got {value!r}.")
+        for name in ("layer_type_quant_config", *_BY_NAME):
+            given = getattr(self, name)
+            check_types(Mapping | None, **{f"Config.{name}": given})
+            setattr(self, name, dict(given or {}))
+        self._check_layer_types()
+        for name in _LISTS:
+            setattr(self, name, _as_list(getattr(self, name)))
         mode, flow = QuantizationMode.eager_mode, QuantFlow.standard
         self.quant_mode = member(QuantizationMode, self.quant_mode, "quant_mode") or mode
         self.quant_flow = member(QuantFlow, self.quant_flow, "quant_flow") or flow
-        self.kv_cache_group = _as_list(self.kv_cache_group)
-        before = _as_list(self.pre_quant_opt_config)
-        algorithms = [*before, *_as_list(self.algo_config)]
-        for algorithm in algorithms:
-            if not isinstance(algorithm, AlgoConfig):
-                raise TypeError(f"algo_config: expected options of algorithms, got {algorithm!r}.")
-        self.algo_config, self.pre_quant_opt_config = algorithms or None, []
         check_options(self)
+        self.float_parts = check_parts(self.float_parts)
+        algorithms = [*self.pre_quant_opt_config, *(self.algo_config or [])]
+        self.algo_config, self.pre_quant_opt_config = algorithms or None, []
 
-    def _check_layers(self) -> None:
-        for name in ("layer_type_quant_config", *_BY_NAME):
-            for key, layer in getattr(self, name).items():
-                if not isinstance(layer, QuantizationConfig):
-                    raise TypeError(
-                        f"{name}[{key!r}]: expected a QuantizationConfig, got {layer!r}."
-                    )
+    def _check_layer_types(self) -> None:
         for kind in self.layer_type_quant_config:
             from torch import nn
 

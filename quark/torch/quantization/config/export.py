@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quark.torch.quantization.config.bounds import NonNegative
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.value_types import check_options
 
@@ -28,12 +29,13 @@ class JsonExporterConfig:
 
     Raises:
         TypeError: An option has a value of another type.
-        ValueError: ``weight_format`` or ``pack_method`` is unknown.
+        ValueError: ``min_kv_scale`` is negative or not finite, or ``weight_format`` or
+            ``pack_method`` is unknown.
     """
 
     weight_merge_groups: list[list[str]] | None = None
     kv_cache_group: list[str] = field(default_factory=list)
-    min_kv_scale: float = 0.0
+    min_kv_scale: NonNegative = 0.0
     weight_format: str = "real_quantized"
     pack_method: str = "reorder"
 
@@ -57,7 +59,13 @@ class ExporterConfig:
     Attributes:
         json_export_config: Options of safetensors and native exports.
         onnx_export_config: Options of ONNX exports.
+
+    Raises:
+        TypeError: An option has a value of another type.
     """
 
     json_export_config: JsonExporterConfig = field(default_factory=JsonExporterConfig)
     onnx_export_config: OnnxExporterConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)

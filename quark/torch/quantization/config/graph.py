@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
+from quark.torch.quantization.config.bounds import Bounds
 from quark.torch.quantization.config.value_types import check_options
 
 
@@ -31,17 +32,13 @@ class PassOptions:
     """
 
     hard_activations: bool = False
-    largest_pool: int | None = None
+    largest_pool: Annotated[int, Bounds(least=2)] | None = None
     channel_caps: bool = False
     fused_activations: bool = False
     float_outputs: bool = False
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.largest_pool is not None and self.largest_pool < 2:
-            raise ValueError(
-                f"largest_pool must be at least 2, or None for no limit, got {self.largest_pool}."
-            )
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from quark.torch.quantization.config.name_lookup import member
 from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.spec import QuantizationSpec
-from quark.torch.quantization.config.spec_bases import DataTypeSpec, TwoStageSpec
 from quark.torch.quantization.config.type import DeviceType, Dtype, QSchemeType
-from quark.torch.quantization.config.value_types import check_fields
+from quark.torch.quantization.config.value_types import check_fields, check_types
 
 Stages = QuantizationSpec | list[QuantizationSpec] | None  # one specification, or two stages
 TENSORS = ("input_tensors", "output_tensors", "weight", "bias")
@@ -57,16 +56,11 @@ class QuantizationConfig:
         self.target_device = member(DeviceType, self.target_device, "target_device")
         for name in TENSORS:
             stages = getattr(self, name)
+            check_types(Stages, **{f"QuantizationConfig.{name}": stages})
             if isinstance(stages, (list, tuple)):
-                setattr(self, name, QuantizationSpec.of_stages(list(stages)))
+                with path_of(name):
+                    setattr(self, name, QuantizationSpec.of_stages(list(stages)))
         for name, spec in self.specs():
-            if isinstance(spec, (DataTypeSpec, TwoStageSpec)):
-                raise TypeError(
-                    f"{name}={type(spec).__name__}(...) is a helper: "
-                    "call .to_quantization_spec() on it."
-                )
-            if not isinstance(spec, QuantizationSpec):
-                raise TypeError(f"{name}: expected a QuantizationSpec, got {spec!r}.")
             if name.endswith("_tensors") and spec.dtype is Dtype.mx and not spec.is_dynamic:
                 spec = spec.changed(is_dynamic=True)  # there are no other scales of activations
                 setattr(self, name, spec)

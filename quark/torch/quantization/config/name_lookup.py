@@ -11,7 +11,7 @@ from typing import TypeVar
 E = TypeVar("E", bound=Enum)
 
 
-def one_of(name: str, choices: Iterable[str], what: str) -> str:
+def one_of(name: object, choices: Iterable[str], what: str) -> str:
     """Return the choice that equals ``name``, ignoring case.
 
     Args:
@@ -20,9 +20,13 @@ def one_of(name: str, choices: Iterable[str], what: str) -> str:
         what: What is named, for the message.
 
     Raises:
+        TypeError: It is no text.
         ValueError: The name is unknown. The message has the nearest choice, and all choices.
     """
     choices = list(choices)
+    if not isinstance(name, str):
+        known = ", ".join(choices) or "none"
+        raise TypeError(f"{what}: expected a name, got {name!r}. Known: {known}.")
     for choice in choices:
         if name == choice:
             return choice
@@ -32,10 +36,10 @@ def one_of(name: str, choices: Iterable[str], what: str) -> str:
     raise ValueError(unknown(name, choices, what))
 
 
-def unknown(name: str, choices: Iterable[str], what: str) -> str:
+def unknown(name: object, choices: Iterable[str], what: str) -> str:
     """Return the message for an unknown name, with the nearest choice and all choices."""
     choices = list(choices)
-    near = nearest(name, choices, count=1)
+    near = nearest(str(name), choices, count=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{what}: {name!r} is unknown.{hint} Known: {', '.join(choices) or 'none'}."
 
@@ -75,8 +79,9 @@ def member(enum: type[E], value: E | str | None, what: str) -> E | None:
     """Return the member of ``enum`` with the name ``value``, or ``value`` if it is a member.
 
     Raises:
+        TypeError: The value is neither a member nor a text.
         ValueError: No member has that name; the message names the nearest.
     """
     if value is None or isinstance(value, enum):
         return value
-    return enum[one_of(str(value), enum.__members__, what)]
+    return enum[one_of(value, enum.__members__, what)]

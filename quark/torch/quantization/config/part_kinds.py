@@ -23,6 +23,7 @@ def check_parts(kinds: Iterable[Any]) -> list[str]:
     """Return kinds of parts as ``PARTS`` spells them.
 
     Raises:
+        TypeError: A kind is no text.
         ValueError: A kind is unknown; the message names the nearest.
     """
-    return [one_of(str(kind), PARTS, "float_parts") for kind in kinds]
+    return [one_of(kind, PARTS, "float_parts") for kind in kinds]

@@ -16,7 +16,7 @@ def per_head_problem(spec: Any) -> str | None:
     if spec.qscheme is not QSchemeType.per_head:
         return None
     size = spec.group_size
-    if size is not None and not (isinstance(size, int) and size > 0):
+    if size is not None and size <= 0:
         return f"group_size={size!r}: give the channels of a head, or None for those of the model."
     if spec.ch_axis not in (None, -1):
         return f"heads divide the last axis: leave out ch_axis={spec.ch_axis!r}."

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from quark.torch.quantization.config.algo_base import BlockAlgoConfig
+from quark.torch.quantization.config.bounds import Count, Fraction, InnerFraction
 
 UNSTRUCTURED = "unstructured"
 
@@ -28,7 +29,7 @@ class PruningConfig(BlockAlgoConfig):
     """
 
     mask_structure: str = "2:4"
-    sparsity: float | None = None
+    sparsity: InnerFraction | None = None
     inside_layer_modules: list[str] = field(default_factory=list)
     model_decoder_layers: str = ""
 
@@ -44,8 +45,6 @@ class PruningConfig(BlockAlgoConfig):
                 )
         if self.sparsity is None:
             return
-        if not 0 < self.sparsity < 1:
-            raise ValueError(f"{name}: sparsity must lie between 0 and 1, got {self.sparsity}.")
         if structure != UNSTRUCTURED and self.sparsity != self.fraction:
             raise ValueError(
                 f"{name}: mask_structure={structure!r} sets {self.fraction:g} of the weights to "
@@ -76,21 +75,11 @@ class SparseGPTConfig(PruningConfig):
     Attributes:
         damp_percent: Damping of the Hessian, as a fraction of its mean diagonal.
         block_size: Columns whose zeros are chosen together under ``unstructured``.
-
-    Raises:
-        ValueError: As in ``PruningConfig``, or ``block_size`` is less than 1.
     """
 
     name: str = "sparsegpt"
-    damp_percent: float = 0.01
-    block_size: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_size < 1:
-            raise ValueError(
-                f"SparseGPTConfig: block_size must be at least 1, got {self.block_size}."
-            )
+    damp_percent: Fraction = 0.01
+    block_size: Count = 128
 
 
 @dataclass

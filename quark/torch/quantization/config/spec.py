@@ -11,6 +11,7 @@ from quark.torch.numerics.formats import Format
 from quark.torch.numerics.scale_formats import E8M0, SCALE_FORMATS, ScaleFormat
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.four_over_six import four_over_six_problem
+from quark.torch.quantization.config.granularity import granularity_problem
 from quark.torch.quantization.config.mx_elements import mx_element_problem
 from quark.torch.quantization.config.name_lookup import member, one_of, unknown
 from quark.torch.quantization.config.per_head import per_head_problem
@@ -21,6 +22,7 @@ from quark.torch.quantization.config.qat import (
     range_training,
     training_problem,
 )
+from quark.torch.quantization.config.second_stage import second_stage_problem
 from quark.torch.quantization.config.serialize import known, path_of, plain
 from quark.torch.quantization.config.signed_scales import signed_scales_problem
 from quark.torch.quantization.config.super_blocks import super_block_problem
@@ -32,7 +34,7 @@ from quark.torch.quantization.config.type import (
     TQTThresholdInitMeth,
     ZeroPointType,
 )
-from quark.torch.quantization.config.value_types import check_fields, check_options
+from quark.torch.quantization.config.value_types import check_fields, check_options, check_types
 from quark.torch.quantization.observer.registry import (
     OBSERVERS,
     ObserverField,
@@ -123,6 +125,7 @@ class QuantizationSpec:
         self.mx_element_dtype = member(Dtype, self.mx_element_dtype, "mx_element_dtype")
         if isinstance(self.given_observer, str):
             self.observer_cls = one_of(self.given_observer, OBSERVERS, "observer_cls")
+        check_options(self)
         if self.block_size is not None:
             self.block_size = tuple(self.block_size)  # type: ignore[assignment]
         if self.fixes_blocks and self.is_dynamic is None:
@@ -132,7 +135,6 @@ class QuantizationSpec:
         for broken, message in RULES:
             if broken(self):
                 raise ValueError(f"QuantizationSpec(dtype={self.dtype.name}): {message(self)}")
-        check_options(self)
         if self.given_observer is None:
             self.observer_cls = default_observer(self.scheme)
 
@@ -240,8 +242,10 @@ class QuantizationSpec:
         """Return the specification of one or two stages.
 
         Raises:
+            TypeError: A stage is no specification.
             ValueError: The list is empty, or has more than two stages.
         """
+        check_types(list[QuantizationSpec], stages=stages)
         if not 1 <= len(stages) <= 2:
             raise ValueError(f"A tensor is quantized in one or two stages, got {len(stages)}.")
         second = stages[1] if len(stages) == 2 else None
@@ -330,29 +334,15 @@ def _required(value: Dtype | None, what: str) -> Dtype:
 
 # (condition, message): all rules on the fields of one specification.
 _Rule = tuple[Callable[[QuantizationSpec], bool], Callable[[QuantizationSpec], str]]
+
+
+def _rule(problem: Callable[[QuantizationSpec], str | None]) -> _Rule:
+    return lambda s: problem(s) is not None, lambda s: f"{problem(s)}"
+
+
 RULES: list[_Rule] = [
-    (
-        lambda s: s.fmt.scaled and s.qscheme is None and not s.fixes_blocks,
-        lambda s: f"qscheme is missing: give one of {[q.name for q in QSchemeType]}.",
-    ),
-    (
-        lambda s: (
-            s.qscheme in (QSchemeType.per_channel, QSchemeType.per_group)
-            and not isinstance(s.ch_axis, int)
-        ),
-        lambda s: f"{s.qscheme and s.qscheme.name} needs an integer ch_axis, got {s.ch_axis!r}.",
-    ),
-    (
-        lambda s: (
-            s.qscheme is QSchemeType.per_group
-            and not (isinstance(s.group_size, int) and (s.group_size > 0 or s.group_size == -1))
-        ),
-        lambda s: (
-            f"per_group needs a positive group_size, or -1 for the whole axis, "
-            f"got {s.group_size!r}."
-        ),
-    ),
-    (lambda s: per_head_problem(s) is not None, lambda s: f"{per_head_problem(s)}"),
+    _rule(granularity_problem),
+    _rule(per_head_problem),
     (
         lambda s: s.fmt.is_float and s.symmetric is False,
         lambda s: "floating-point formats have no zero point: leave out symmetric=False.",
@@ -361,19 +351,7 @@ RULES: list[_Rule] = [
         lambda s: s.zero_point_type is ZeroPointType.float32 and s.symmetric is not False,
         lambda s: "a float32 zero point needs symmetric=False.",
     ),
-    (
-        lambda s: s.fixes_blocks and not isinstance(s.ch_axis, int),
-        lambda s: f"an integer ch_axis is missing, got {s.ch_axis!r}.",
-    ),
-    (
-        lambda s: s.fixes_blocks and s.group_size is not None and s.group_size <= 0,
-        lambda s: f"group_size={s.group_size}: give the elements of a block.",
-    ),
-    (lambda s: mx_element_problem(s) is not None, lambda s: f"{mx_element_problem(s)}"),
-    (
-        lambda s: (s.qscheme is QSchemeType.per_block) != (s.block_size is not None),
-        lambda s: f"per_block and block_size=(rows, columns) go together, got {s.block_size!r}.",
-    ),
+    _rule(mx_element_problem),
     (
         lambda s: s.scale_format not in (None, *SCALE_FORMATS),
         lambda s: unknown(str(s.scale_format), SCALE_FORMATS, "scale_format"),
@@ -390,11 +368,12 @@ RULES: list[_Rule] = [
         lambda s: s.scheme.scale == E8M0 and not (s.fmt.exponent_bits or s.dtype is Dtype.mx),
         lambda s: "e8m0 scales are for floats and mx: use scale_type='pof2' with other formats.",
     ),
-    (lambda s: observer_problem(s) is not None, lambda s: f"{observer_problem(s)}"),
-    (lambda s: training_problem(s) is not None, lambda s: f"{training_problem(s)}"),
-    (lambda s: super_block_problem(s) is not None, lambda s: f"{super_block_problem(s)}"),
-    (lambda s: signed_scales_problem(s) is not None, lambda s: f"{signed_scales_problem(s)}"),
-    (lambda s: four_over_six_problem(s) is not None, lambda s: f"{four_over_six_problem(s)}"),
+    _rule(observer_problem),
+    _rule(training_problem),
+    _rule(super_block_problem),
+    _rule(signed_scales_problem),
+    _rule(four_over_six_problem),
+    _rule(second_stage_problem),
 ]
 
 QTensorConfig = QuantizationSpec

@@ -7,13 +7,24 @@ from typing import Any
 
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.value_types import check_options
 from quark.torch.quantization.observer.registry import OBSERVER_METHODS
+
+_INSTEAD = " Call .to_quantization_spec() on it."  # end of the message where a result is expected
 
 
 class DataTypeSpec:
-    """Base of the helper classes below; ``to_quantization_spec`` makes the full specification."""
+    """Base of the helper classes below; ``to_quantization_spec`` makes the full specification.
+
+    Raises:
+        TypeError: A field has a value of another type.
+    """
 
     _base: dict[str, Any]
+    instead = _INSTEAD
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def to_quantization_spec(self) -> QuantizationSpec:
         """Return the full specification.
@@ -39,10 +50,18 @@ class TwoStageSpec:
     Attributes:
         first_stage: Specification of the tensor, or a helper for one.
         second_stage: Specification of what the first stage leaves.
+
+    Raises:
+        TypeError: A stage is neither.
     """
+
+    instead = _INSTEAD
 
     first_stage: DataTypeSpec | QuantizationSpec
     second_stage: DataTypeSpec | QuantizationSpec
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def to_quantization_spec(self) -> list[QuantizationSpec]:
         """Return the specifications of both stages."""

@@ -11,12 +11,20 @@ from torch import nn
 from quark.torch.quantization.config import presets
 from quark.torch.quantization.config.algo import AlgoConfig
 from quark.torch.quantization.config.algo_lookup import make_algo_configs
-from quark.torch.quantization.config.builder import Attention, KVCache, build_config
+from quark.torch.quantization.config.attention import quantizes_cache
+from quark.torch.quantization.config.bounds import NonNegative
+from quark.torch.quantization.config.builder import (
+    Attention,
+    KVCache,
+    as_patterns,
+    build_config,
+)
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.name_lookup import one_of
 from quark.torch.quantization.config.part_kinds import PARTS
 from quark.torch.quantization.config.recipes import recipe
 from quark.torch.quantization.config.resolution import OUTPUT_HEAD
+from quark.torch.quantization.config.value_types import check_types
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +44,9 @@ class LLMTemplate:
             ``["lm_head"]``, which stands for the output head whatever the model calls it, with
             all parts of ``float_parts``.
 
+    Raises:
+        TypeError: An argument is of another type.
+
     Example::
 
         template = LLMTemplate.get(model.config.model_type)
@@ -48,18 +59,21 @@ class LLMTemplate:
     def __init__(
         self,
         model_type: str,
-        kv_layers_name: list[str] | None = None,
+        kv_layers_name: str | list[str] | None = None,
         q_layer_name: str | list[str] | None = None,
-        exclude_layers_name: list[str] | None = None,
+        exclude_layers_name: str | list[str] | None = None,
     ) -> None:
+        check_types(str, model_type=model_type)
         self.model_type = model_type
-        if isinstance(kv_layers_name, str):
-            kv_layers_name = [kv_layers_name]
-        self.kv_layers_name = kv_layers_name or ["*k_proj", "*v_proj"]
+        self.kv_layers_name = as_patterns(
+            "kv_layers_name", kv_layers_name or ["*k_proj", "*v_proj"]
+        )
         self.q_layer_name = q_layer_name or "*q_proj"
+        as_patterns("q_layer_name", self.q_layer_name)
         self.float_parts = list(PARTS) if exclude_layers_name is None else []
-        self.exclude_layers_name = (
-            [OUTPUT_HEAD] if exclude_layers_name is None else exclude_layers_name
+        self.exclude_layers_name = as_patterns(
+            "exclude_layers_name",
+            [OUTPUT_HEAD] if exclude_layers_name is None else exclude_layers_name,
         )
 
     @classmethod
@@ -85,12 +99,23 @@ class LLMTemplate:
 
     @classmethod
     def register_template(cls, template: LLMTemplate) -> None:
-        """Register a template for its type of model."""
+        """Register a template for its type of model.
+
+        Raises:
+            TypeError: It is no template.
+        """
+        check_types(LLMTemplate, template=template)
         cls._registered[template.model_type] = template
 
     @classmethod
     def register_scheme(cls, scheme_name: str, config: QuantizationConfig) -> None:
-        """Register a scheme under a new name."""
+        """Register a scheme under a new name.
+
+        Raises:
+            TypeError: The name is no text, or the scheme is no configuration of layers.
+        """
+        check_types(str, scheme_name=scheme_name)
+        check_types(QuantizationConfig, config=config)
         cls._schemes[scheme_name] = config
 
     @classmethod
@@ -98,6 +123,7 @@ class LLMTemplate:
         """Remove a registered scheme.
 
         Raises:
+            TypeError: The name is no text.
             ValueError: No registered scheme has that name.
         """
         del cls._schemes[one_of(scheme_name, cls._schemes, "registered scheme")]
@@ -149,23 +175,21 @@ class LLMTemplate:
                 or none if ``exclude_layers`` is given. ``[]`` quantizes all of them.
 
         Raises:
-            TypeError: Options of an algorithm, or patterns, are of another type.
-            ValueError: A name is unknown; the message names the nearest. Or a pattern of
-                ``layer_config`` may match queries, which ``attention_scheme`` quantizes.
+            TypeError: An argument is of another type, or options are not those of their algorithm.
+            ValueError: A name is unknown; the message names the nearest. Or ``min_kv_scale`` is
+                negative or not finite, or a pattern of ``layer_config`` may match queries, which
+                ``attention_scheme`` quantizes.
         """
-        cache = attention = None
-        if kv_cache_scheme is not None:
-            cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
-        if attention_scheme is not None:
-            patterns = self.query_patterns, self.kv_layers_name
-            attention = Attention(attention_scheme, *patterns, min_kv_scale)
+        check_types(str, scheme=scheme)
+        check_types(dict[str, str] | None, layer_config=layer_config)
+        check_types(dict[type[nn.Module], str] | None, layer_type_config=layer_type_config)
+        cache, attention = self._cache(kv_cache_scheme, attention_scheme, min_kv_scale)
         algorithms = make_algo_configs(algorithm, algo_configs or {})
         _warn_of_unused(algo_configs or {}, algorithms)
-        layer_types = {kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()}
         return build_config(
             self._scheme(scheme),
             layers={p: self._scheme(s) for p, s in (layer_config or {}).items()},
-            layer_types=layer_types,
+            layer_types={kind: self._scheme(s) for kind, s in (layer_type_config or {}).items()},
             exclude=self.exclude_layers_name if exclude_layers is None else exclude_layers,
             float_parts=self._parts(float_parts, exclude_layers is None),
             algorithms=algorithms,
@@ -174,11 +198,26 @@ class LLMTemplate:
             shared_scale_groups=shared_scale_groups,
         )
 
+    def _cache(
+        self, kv_cache_scheme: str | None, attention_scheme: str | None, min_kv_scale: float
+    ) -> tuple[KVCache | None, Attention | None]:
+        """Return the quantization of the cache and of attention; arguments of ``get_config``."""
+        check_types(str | None, kv_cache_scheme=kv_cache_scheme, attention_scheme=attention_scheme)
+        check_types(NonNegative, min_kv_scale=min_kv_scale)
+        cache = attention = None
+        if kv_cache_scheme is not None:
+            cache = KVCache(kv_cache_scheme, self.kv_layers_name, min_kv_scale)
+        if attention_scheme is not None:
+            patterns = self.query_patterns, self.kv_layers_name
+            attention = Attention(attention_scheme, *patterns, min_kv_scale)
+        if min_kv_scale and cache is None and not quantizes_cache(attention_scheme or ""):
+            logger.warning("min_kv_scale=%g has no effect without kv_cache_scheme.", min_kv_scale)
+        return cache, attention
+
     @property
     def query_patterns(self) -> list[str]:
         """Name patterns of the query projections."""
-        names = self.q_layer_name
-        return [names] if isinstance(names, str) else list(names)
+        return as_patterns("q_layer_name", self.q_layer_name)
 
     def _parts(self, wanted: list[str] | None, is_default: bool) -> list[str]:
         if wanted is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from enum import Enum
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from quark.torch.quantization.config.bounds import Bounds
 
 _LARGEST = 1 << 63  # integers beyond it have no type in torch
 _JSON = {
@@ -23,10 +25,15 @@ _JSON = {
 }
 _PYTHON = {**_JSON, bool: "True or False", dict: "a dict", type(None): "None"}
 _KINDS = {Sequence: list, Mapping: dict}  # abstract types, and those that JSON has for them
+_FINITE = Bounds()
+
+
+class OutOfRange(ValueError):
+    """A number has the right type, and lies outside of its range."""
 
 
 def check_options(options: Any, path: str | None = None) -> None:
-    """Check that the fields of a dataclass have values of their types.
+    """Check that the fields of a dataclass have values of their types and ranges.
 
     Args:
         options: An object of the dataclass.
@@ -34,12 +41,11 @@ def check_options(options: Any, path: str | None = None) -> None:
 
     Raises:
         TypeError: A field has a value of another type.
+        ValueError: A number is outside of its range.
     """
-    try:
-        name = type(options).__name__ if path is None else path
+    name = type(options).__name__ if path is None else path
+    with _type_errors():
         check_fields(vars(options), type(options), name, _PYTHON)
-    except ValueError as error:
-        raise TypeError(str(error)) from None
 
 
 def check_types(hint: Any, **arguments: Any) -> None:
@@ -51,12 +57,22 @@ def check_types(hint: Any, **arguments: Any) -> None:
 
     Raises:
         TypeError: A value has another type.
+        ValueError: A number is outside of its range.
     """
-    for name, value in arguments.items():
-        try:
+    with _type_errors():
+        for name, value in arguments.items():
             check_value(value, hint, name, _PYTHON)
-        except ValueError as error:
-            raise TypeError(str(error)) from None
+
+
+@contextmanager
+def _type_errors() -> Iterator[None]:
+    """Raise TypeError for a value of another type, as Python does."""
+    try:
+        yield
+    except OutOfRange:
+        raise
+    except ValueError as error:
+        raise TypeError(str(error)) from None
 
 
 def check_fields(
@@ -82,8 +98,8 @@ def check_fields(
 def check_value(value: Any, hint: Any, path: str, words: Mapping[Any, str] = _JSON) -> None:
     """Check that a value from JSON fits a type annotation.
 
-    Enums are given by name. Objects that are read into dataclasses are not checked here: whoever
-    reads them checks their fields.
+    Enums are given by name. Objects of JSON that are read into dataclasses are not checked here:
+    whoever reads them checks their fields.
 
     Args:
         value: The value.
@@ -94,62 +110,91 @@ def check_value(value: Any, hint: Any, path: str, words: Mapping[Any, str] = _JS
     Raises:
         ValueError: It does not fit; the message has the path to the first part that does not.
     """
-    origin, arguments = _kind(get_origin(hint)), get_args(hint)
-    if origin in (Union, types.UnionType):
+    hint, bounds = _split(hint)
+    kind, arguments = _kind(hint), get_args(hint)
+    if kind in (Union, types.UnionType):
         _check_union(value, arguments, path, words)
-    elif origin is list and isinstance(value, (list, tuple)):
+        return
+    if not _fits(value, kind, words):
+        raise ValueError(_message(value, [hint], path, words))
+    if kind is list and arguments:
         for index, part in enumerate(value):
             check_value(part, arguments[0], f"{path}[{index}]", words)
-    elif origin is tuple and isinstance(value, (list, tuple)):
+    elif kind is tuple and arguments:
         if len(value) != len(arguments):
             raise ValueError(f"{path}: expected {len(arguments)} values, got {_short(value)}.")
         for index, part in enumerate(value):
             check_value(part, arguments[index], f"{path}[{index}]", words)
-    elif origin is dict and isinstance(value, dict):
+    elif kind is dict and arguments:
         for key, part in value.items():
+            check_value(key, arguments[0], f"{path}: key", words)
             check_value(part, arguments[1], _join(path, key), words)
-    elif not _fits(value, origin or hint, words):
-        expected = words.get(origin or hint, "a name")
-        raise ValueError(f"{path}: expected {expected}, got {_short(value)}.")
+    elif kind in (int, float):
+        problem = bounds.problem(value)
+        if problem is not None:
+            raise OutOfRange(f"{path} must be {problem}, got {_short(value)}.")
 
 
 def _check_union(value: Any, hints: tuple[Any, ...], path: str, words: Mapping[Any, str]) -> None:
     """Check that a value fits one of several annotations; name the part that does not."""
     for hint in hints:
-        if _fits(value, _kind(get_origin(hint) or hint), words):
+        if _fits(value, _kind(_split(hint)[0]), words):
             check_value(value, hint, path, words)
             return
-    names = [words.get(_kind(get_origin(hint) or hint), "a name") for hint in hints]
-    expected = " or ".join(dict.fromkeys(names))
-    raise ValueError(f"{path}: expected {expected}, got {_short(value)}.")
+    raise ValueError(_message(value, hints, path, words))
+
+
+def _message(value: Any, hints: Iterable[Any], path: str, words: Mapping[Any, str]) -> str:
+    """Return the message for a value that fits none of several annotations."""
+    names = [_noun(_kind(_split(hint)[0]), words) for hint in hints]
+    remedy = getattr(type(value), "instead", "")  # such as the method of a helper to call
+    return f"{path}: expected {' or '.join(dict.fromkeys(names))}, got {_short(value)}.{remedy}"
+
+
+def _noun(kind: Any, words: Mapping[Any, str]) -> str:
+    """Return the name of a type in a message."""
+    if kind in words:
+        return words[kind]
+    if words is _JSON or issubclass(kind, Enum):
+        return "a name"
+    return f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
 
 
 def _fits(value: Any, kind: Any, words: Mapping[Any, str]) -> bool:
     """Whether a value is of a type, its parts aside. In JSON, a number is also finite."""
-    if kind is Any or not isinstance(kind, type) or (isinstance(value, kind) and kind is bool):
+    if kind is Any or (isinstance(value, kind) and kind is bool):
         return True
     if kind is int:
         is_integer = isinstance(value, Integral) and not isinstance(value, bool)
         return is_integer and abs(int(value)) < _LARGEST
     if kind is float:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        is_finite = is_number and abs(value) < _LARGEST and math.isfinite(value)
-        return is_finite if words is _JSON else is_number
+        return is_number and (words is _PYTHON or abs(value) < _LARGEST)
     if issubclass(kind, Enum):
         return isinstance(value, (str, kind))
     if kind in (list, tuple):
         return isinstance(value, (list, tuple))
-    return kind not in _JSON or isinstance(value, kind)
+    is_read = kind not in _JSON and (words is _JSON or hasattr(kind, "__set__"))
+    return is_read or isinstance(value, kind)  # a descriptor checks its values itself
 
 
-def _kind(kind: Any) -> Any:
-    """Return the type that JSON has for an abstract one; another type unchanged."""
+def _split(hint: Any) -> tuple[Any, Bounds]:
+    """Return an annotation without the range of its number, and the range."""
+    if get_origin(hint) is Annotated:
+        kind, bounds = get_args(hint)
+        return kind, bounds
+    return hint, _FINITE
+
+
+def _kind(hint: Any) -> Any:
+    """Return the type of an annotation without its parts; for an abstract type, that of JSON."""
+    kind = get_origin(hint) or hint
     return _KINDS.get(kind, kind)
 
 
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
+    return get_type_hints(cls, include_extras=True)
 
 
 def _join(path: str, key: Any) -> str:

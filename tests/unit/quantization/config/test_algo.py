@@ -97,6 +97,7 @@ DOCUMENTED = {
 # A value other than the default for each kind of value.
 OTHERS = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v * 2, str: lambda v: "x"}
 OTHER_VALUES = {
+    "alpha": 0.75,
     "rotation_size": 4,
     "online_r1_rotation": True,
     "train_smooth": True,
@@ -139,7 +140,7 @@ def test_file_with_a_name_alone_has_the_defaults(name, tmp_path):
 def test_file_with_every_option(name, tmp_path):
     """Each documented option of a file arrives; options and JSON are one thing."""
     given = {
-        key: OTHERS[type(value)](value) if type(value) in OTHERS else OTHER_VALUES[key]
+        key: OTHER_VALUES[key] if key in OTHER_VALUES else OTHERS[type(value)](value)
         for key, value in DOCUMENTED[name].items()
         if key not in ("online_config", "desc_act")
     }

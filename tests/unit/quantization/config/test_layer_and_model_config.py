@@ -58,7 +58,8 @@ def test_a_helper_without_conversion_is_refused(name, tensor):
     required = {"ch_axis": -1, "group_size": 32, "block_size": 16}
     fields = SPEC_CLASSES[name].__dataclass_fields__
     helper = SPEC_CLASSES[name](**{k: v for k, v in required.items() if k in fields})
-    with pytest.raises(TypeError, match=rf"{tensor}={name}.*call \.to_quantization_spec\(\)"):
+    said = rf"{tensor}: .* got {name}.* Call \.to_quantization_spec\(\)"
+    with pytest.raises(TypeError, match=said):
         QuantizationConfig(**{tensor: helper})
 
 
@@ -69,7 +70,8 @@ def test_a_helper_without_conversion_is_refused(name, tensor):
     ids=["name", "number", "dict", "layer"],
 )
 def test_what_is_no_specification_is_refused(wrong, tensor):
-    with pytest.raises(TypeError, match=f"{tensor}: expected a QuantizationSpec, got"):
+    said = rf"QuantizationConfig\.{tensor}: expected a QuantizationSpec or a list or None, got"
+    with pytest.raises(TypeError, match=said):
         QuantizationConfig(**{tensor: wrong})
 
 
@@ -90,8 +92,38 @@ def test_a_list_is_of_one_or_two_stages(tensor):
 @pytest.mark.parametrize("tensor", TENSORS)
 @pytest.mark.parametrize("helper", [ProgressiveSpec, ScaleQuantSpec])
 def test_a_helper_of_two_stages_without_conversion_is_refused(helper, tensor):
-    with pytest.raises(TypeError, match=rf"{tensor}={helper.__name__}.*to_quantization_spec\(\)"):
+    said = rf"{tensor}: .* got {helper.__name__}.*to_quantization_spec\(\)"
+    with pytest.raises(TypeError, match=said):
         QuantizationConfig(**{tensor: helper(FP8, INT8)})
+
+
+INT4 = replace(INT8, dtype="int4")
+FLOAT16 = QuantizationSpec("float16")
+
+
+@pytest.mark.parametrize("first", [INT8, INT4, FLOAT16], ids=lambda spec: spec.dtype.name)
+def test_only_codes_of_floats_are_quantized_again(first):
+    said = rf"weight: QuantizationSpec\(dtype={first.dtype.name}\): second_stage=int4 cannot"
+    for stages in ([first, INT4], ProgressiveSpec(first, INT4).to_quantization_spec()):
+        with pytest.raises(ValueError, match=said):
+            QuantizationConfig(weight=stages)
+    with pytest.raises(ValueError, match=said):
+        QuantizationConfig.from_dict({"weight": [first.to_dict(), INT4.to_dict()]})
+
+
+@pytest.mark.parametrize("stages", [[INT8, "int4"], [None], [3, INT8]], ids=str)
+def test_stages_are_specifications(stages):
+    with pytest.raises(TypeError, match=r"weight\[\d\]: expected a QuantizationSpec, got"):
+        QuantizationConfig(weight=stages)
+    with pytest.raises(TypeError, match=r"stages\[\d\]: expected a QuantizationSpec, got"):
+        QuantizationSpec.of_stages(stages)
+
+
+@pytest.mark.parametrize("wrong", ["a", 3, LAYER, SPEC_CLASSES["FP8E4M3PerTensorSpec"]()])
+def test_probabilities_take_a_specification(wrong):
+    said = "Config.softmax_quant_spec: expected a QuantizationSpec or None, got"
+    with pytest.raises(TypeError, match=said):
+        Config(LAYER, softmax_quant_spec=wrong)
 
 
 @pytest.mark.parametrize("tensor", ["input_tensors", "output_tensors"])
@@ -192,7 +224,7 @@ def test_algorithms_are_one_list_with_transformations_first(before, given, expec
     "wrong", ["awq", AWQConfig, {"name": "awq"}], ids=["name", "class", "dict"]
 )
 def test_what_is_no_algorithm_is_refused(field, wrong):
-    with pytest.raises(TypeError, match="algo_config: expected options of algorithms, got"):
+    with pytest.raises(TypeError, match=rf"Config\.{field}\[0\]: expected an AlgoConfig, got"):
         Config(LAYER, **{field: [wrong]})
 
 
@@ -232,7 +264,7 @@ def test_global_configuration_is_of_a_layer(wrong):
     ],
 )
 def test_layer_configurations_are_of_layers(field, key):
-    with pytest.raises(TypeError, match=rf"{field}\[.*\]: expected a QuantizationConfig, got"):
+    with pytest.raises(TypeError, match=rf"{field}.*: expected a QuantizationConfig, got"):
         Config(LAYER, **{field: {key: INT8}})
 
 

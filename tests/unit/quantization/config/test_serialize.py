@@ -208,7 +208,9 @@ def test_a_missing_layer_quantizes_nothing():
 def test_two_stages_are_a_list(is_scale_quant):
     stages = [
         QuantizationSpec("fp4", qscheme="per_group", ch_axis=-1, group_size=16, is_dynamic=False),
-        int8(is_scale_quant=is_scale_quant),
+        QuantizationSpec(
+            "fp8_e4m3", qscheme="per_tensor", is_dynamic=False, is_scale_quant=is_scale_quant
+        ),
     ]
     layer = QuantizationConfig(weight=stages)
     data = through_json(layer.to_dict())["weight"]

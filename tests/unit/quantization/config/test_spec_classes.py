@@ -5,8 +5,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
-from quark.torch.numerics.scale_formats import E5M3, E8M0, FLOAT32
+from quark.torch.numerics.scale_formats import E5M3, E8M0, FLOAT32, POF2, ScaleFormat
 from quark.torch.quantization.config.config import QuantizationSpec
 from quark.torch.quantization.config.spec_classes import (
     SPEC_CLASSES,
@@ -309,6 +310,49 @@ def test_arguments_by_position():
         round_method="floor",
         is_dynamic=True,
     )
+
+
+# Documented names of the types of scales -> member and format.
+SCALE_TYPES = {
+    "float": (ScaleType.float, FLOAT32),
+    "float32": (ScaleType.float32, FLOAT32),
+    "float16": (ScaleType.float16, ScaleFormat("float16")),
+    "bfloat16": (ScaleType.bfloat16, ScaleFormat("bfloat16")),
+    "power_of_2": (ScaleType.pof2, POF2),
+    "float8_e5m3": (ScaleType.float8_e5m3, E5M3),
+}
+
+
+@pytest.mark.parametrize("name", SCALE_TYPES)
+def test_documented_names_of_scale_types(name):
+    """In helpers, in specifications and in files."""
+    member, expected = SCALE_TYPES[name]
+    spec = make("Int8PerTensorSpec", scale_type=name).to_quantization_spec()
+    assert (spec.scale_type, spec.scheme.scale) == (member, expected)
+    assert replace(spec, scale_type=name) == spec
+    assert QuantizationSpec.from_dict({**spec.to_dict(), "scale_type": name}) == spec
+    assert spec.to_dict()["scale_type"] == member.value
+
+
+def test_scales_of_power_of_2_are_powers_of_two():
+    spec = make("Int8PerTensorSpec", scale_type="power_of_2").to_quantization_spec()
+    observer = spec.make_observer()
+    observer(torch.tensor([-3.0, 1.0]))
+    scale, _ = observer.calculate_qparams()
+    assert float(scale) == 2.0**-5  # 3 / 127.5 = 2^-5.4
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"observer_method": 3}, "Int8PerTensorSpec.observer_method: expected a text or None"),
+        ({"symmetric": "no"}, "Int8PerTensorSpec.symmetric: expected True or False or None"),
+        ({"scale_type": 3}, "Int8PerTensorSpec.scale_type: expected a name or a text or None"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(given, said):
+    with pytest.raises(TypeError, match=said):
+        make("Int8PerTensorSpec", **given)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
 """Configurations of language models from names."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
 from torch import nn
 
 from quark.torch import LLMTemplate
-from quark.torch.quantization.config.algo import AWQConfig, GPTQConfig, SmoothQuantConfig
+from quark.torch.quantization.config.algo import (
+    AWQConfig,
+    GPTAQConfig,
+    GPTQConfig,
+    SmoothQuantConfig,
+)
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.match import config_for
@@ -113,6 +119,87 @@ def test_algorithms_by_name():
     smooth = SmoothQuantConfig(alpha=0.5)
     assert algorithms("smoothquant", algo_configs={"smoothquant": smooth}) == [smooth]
     assert algorithms("smoothquant", algo_configs={"smooth": smooth}) == [smooth]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("awq", GPTQConfig(), r"options of awq are a GPTQConfig: give AWQConfig"),
+        ("gptq", GPTAQConfig(), r"options of gptq are a GPTAQConfig: give GPTQConfig"),
+        (
+            "smoothquant",
+            AWQConfig(),
+            "options of smoothquant are a AWQConfig: give SmoothQuantConfig",
+        ),
+        ("awq", {"random_tokens": 1.0}, "options of awq are a dict: give AWQConfig"),
+        ("awq", AWQConfig, "options of awq are a type: give AWQConfig"),
+    ],
+)
+def test_options_of_another_algorithm_are_refused(name, options, said):
+    """A subclass too: it names another algorithm."""
+    with pytest.raises(TypeError, match=f"algo_configs: the {said}"):
+        LLMTemplate.get("llama").get_config("int8", name, algo_configs={name: options})
+
+
+def test_names_of_options_are_those_of_algorithms():
+    own = GPTQConfig(block_size=64)
+    config = LLMTemplate.get("llama").get_config("int8", "gptq", algo_configs={"GPTQ": own})
+    assert config.algo_config == [own]
+    with pytest.raises(ValueError, match=r"algo_configs: 'gtpq' is unknown.*mean 'gptq'"):
+        LLMTemplate.get("llama").get_config("int8", "gptq", algo_configs={"gtpq": own})
+
+
+def test_options_carry_the_name_of_their_class():
+    with pytest.raises(ValueError, match=r"GPTQConfig\.name: expected 'gptq', got 'awq'"):
+        GPTQConfig(name="awq")
+    assert GPTQConfig(name="gptq") == GPTQConfig()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda value: LLMTemplate.get(value),
+        lambda value: LLMTemplate(value),
+        lambda value: LLMTemplate("a", kv_layers_name=value),
+        lambda value: LLMTemplate("a", q_layer_name=value),
+        lambda value: LLMTemplate("a", exclude_layers_name=value),
+        lambda value: LLMTemplate.register_template(value),
+        lambda value: LLMTemplate.register_scheme(value, scheme("int8")),
+        lambda value: LLMTemplate.register_scheme("a", value),
+        lambda value: LLMTemplate.unregister_scheme(value),
+        lambda value: LLMTemplate.get("llama").get_config(value),
+        lambda value: LLMTemplate.get("llama").get_recipe(value),
+    ],
+)
+@pytest.mark.parametrize("value", [3, [3], {"a": 1}, object()], ids=["int", "list", "dict", "any"])
+def test_methods_refuse_values_of_other_types(call, value):
+    with pytest.raises(TypeError, match=r"^\w+( \w+)?(\[0\])?: expected "):
+        call(value)
+    assert LLMTemplate.get_supported_schemes() == scheme_names()
+
+
+ARGUMENTS = list(inspect.signature(LLMTemplate.get_config).parameters)[2:]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("value", [b"x", "zz", [3], {"a": 3}, object()], ids=type)
+def test_arguments_of_get_config_are_refused_by_name(name, value):
+    if (name, value) == ("exclude_layers", "zz"):
+        return  # one pattern
+    with pytest.raises((TypeError, ValueError), match=name):
+        given = {"kv_cache_scheme": "fp8", name: value}
+        LLMTemplate.get("llama").get_config("int8", **given)
+
+
+@pytest.mark.parametrize("scale", [-1, float("nan"), float("inf"), "1"])
+def test_bounds_of_cache_scales_are_numbers(scale):
+    with pytest.raises((TypeError, ValueError), match=f"min_kv_scale.*got '?{scale}"):
+        LLMTemplate.get("llama").get_config("int8", kv_cache_scheme="fp8", min_kv_scale=scale)
+
+
+def test_a_bound_without_a_cache_warns(caplog):
+    LLMTemplate.get("llama").get_config("int8", min_kv_scale=0.5)
+    assert "min_kv_scale=0.5 has no effect without kv_cache_scheme" in caplog.text
 
 
 @pytest.mark.parametrize(

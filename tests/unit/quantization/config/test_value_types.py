@@ -1,18 +1,42 @@
 """Values of files are checked against the annotations of what they are read into."""
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 
 import numpy as np
 import pytest
 
+from quark.torch.distillation import DistillationOptions
 from quark.torch.export.onnx.writer import OnnxOptions
-from quark.torch.quantization.config.algo import ALGO_CONFIGS, AWQConfig, OnlineRotationConfig
+from quark.torch.quantization.config.algo import (
+    ALGO_CONFIGS,
+    AutoRoundConfig,
+    AWQConfig,
+    GPTQConfig,
+    OnlineRotationConfig,
+    RotationConfig,
+    SVDQuantConfig,
+)
 from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
-from quark.torch.quantization.config.config import Config, PassOptions
-from quark.torch.quantization.config.export import JsonExporterConfig
+from quark.torch.quantization.config.compatibility import check_compatibility
+from quark.torch.quantization.config.config import (
+    Config,
+    PassOptions,
+    QuantizationConfig,
+    ShiftLimits,
+    TQTSpec,
+)
+from quark.torch.quantization.config.export import ExporterConfig, JsonExporterConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.config.spec_bases import (
+    DataTypeSpec,
+    ProgressiveSpec,
+    ScaleQuantSpec,
+    TwoStageSpec,
+)
+from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.config.value_types import check_types, check_value
 from tests.mutations import mutations
@@ -127,6 +151,83 @@ def test_options_of_another_type_are_refused(cls, name, kind):
         assert name in str(caught.value)
         is_rule = isinstance(caught.value, ValueError)  # a rule of the class that says more
         assert is_rule or f"expected {expected}" in str(caught.value)
+
+
+EVERY = [*CLASSES, *SPEC_CLASSES.values(), ProgressiveSpec, ScaleQuantSpec, QuantizationConfig]
+EVERY += [DistillationOptions, ExporterConfig, ShiftLimits, TQTSpec]
+INT8 = QuantizationSpec("int8", qscheme="per_tensor")
+FILLED = {"ch_axis": -1, "group_size": 32, "block_size": 32}
+NEVER = object()  # no field takes it
+WRONG = [NEVER, 0, -4, 2.5, math.nan, math.inf, True, "zz", b"x", None, int, INT8]
+WRONG += [[NEVER], ["zz"], {"zz": NEVER}, {3: "zz"}, [INT8, NEVER]]
+
+
+def required(cls):
+    """Arguments that a class needs."""
+    if issubclass(cls, TwoStageSpec):
+        return {"first_stage": INT8, "second_stage": INT8}
+    if issubclass(cls, DataTypeSpec):
+        needed = [field.name for field in fields(cls) if field.default is MISSING]
+        return {name: FILLED[name] for name in needed}
+    return REQUIRED.get(cls, {})
+
+
+@pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
+def test_any_value_of_any_field_is_taken_or_refused_by_name(cls):
+    """Other kinds of errors come from code that met the value without a check."""
+    for field in fields(cls):
+        for value in WRONG:
+            try:
+                options = cls(**{**required(cls), field.name: value})
+                if isinstance(options, (DataTypeSpec, TwoStageSpec)):
+                    options.to_quantization_spec()
+            except (TypeError, ValueError) as error:
+                assert field.name in str(error), (field.name, value)
+                continue
+            except Exception as error:
+                raise AssertionError((field.name, value)) from error
+            assert value is not NEVER, field.name
+
+
+@pytest.mark.parametrize("cls", EVERY, ids=lambda cls: cls.__name__)
+def test_numbers_are_finite(cls):
+    """NaN passes comparisons that are written the other way round."""
+    for field in fields(cls):
+        for value in (math.nan, math.inf, -math.inf):
+            with pytest.raises((TypeError, ValueError)):
+                cls(**{**required(cls), field.name: value})
+
+
+RANGES = [
+    (Config, "min_kv_scale", -1, "Config.min_kv_scale must be at least 0, got -1"),
+    (Config, "min_kv_scale", math.nan, "Config.min_kv_scale must be finite, got nan"),
+    (JsonExporterConfig, "min_kv_scale", -1, "JsonExporterConfig.min_kv_scale must be at least 0"),
+    (DistillationOptions, "kept_back", 1, "kept_back must be above 0 and below 1, got 1"),
+    (RotationConfig, "rotation_size", 0, "RotationConfig.rotation_size must be at least 1, got 0"),
+    (RotationConfig, "rotation_size", -4, "rotation_size must be at least 1, got -4"),
+    (AutoRoundConfig, "lr", -1.0, "AutoRoundConfig.lr must be at least 0, got -1.0"),
+    (GPTQConfig, "block_size", 0, "GPTQConfig.block_size must be at least 1, got 0"),
+    (GPTQConfig, "damp_percent", 2, "GPTQConfig.damp_percent must be between 0 and 1, got 2"),
+    (AWQConfig, "random_tokens", 1.5, "random_tokens must be between 0 and 1, got 1.5"),
+    (SVDQuantConfig, "alpha_candidates", [0.5, 2], r"candidates\[1\] must be between 0 and 1"),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "value", "said"), RANGES)
+def test_numbers_lie_in_their_ranges(cls, name, value, said):
+    with pytest.raises(ValueError, match=said):
+        cls(**{name: value})
+
+
+def test_values_that_change_later_are_checked_before_work():
+    config = Config(scheme("int8_wo"), algo_config=[GPTQConfig()])
+    config.min_kv_scale = math.nan
+    with pytest.raises(ValueError, match=r"Config\.min_kv_scale must be finite, got nan"):
+        check_compatibility(config)
+    config.min_kv_scale = 0.0
+    config.algo_config[0].block_size = 0
+    with pytest.raises(ValueError, match=r"GPTQConfig\.block_size must be at least 1, got 0"):
+        check_compatibility(config)
 
 
 @pytest.mark.parametrize(
