@@ -65,6 +65,7 @@ LAYERS = [
         "quark.torch.quantization.reachability",
         "quark.torch.quantization.model_shape",
         "quark.torch.quantization.trained_ranges",
+        "quark.torch.quantization.direct_reads",
     },
     {
         "quark.torch.quantization.checks",

@@ -217,6 +217,23 @@ def _in_float(request: Request) -> str:
     )
 
 
+def leave_unpassed_in_float(model: nn.Module, config: Config) -> Config:
+    """Return the configuration without inputs that pass through no layer; a warning names these.
+
+    Args:
+        model: The float model, which may be on the meta device.
+        config: How it will be quantized.
+    """
+    from quark.torch.quantization import direct_reads
+    from quark.torch.quantization.config.match import assign
+    from quark.torch.quantization.config.resolution import resolve_names
+    from quark.torch.quantization.nn.operators import is_operator
+
+    operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    layers = assign(operators, resolve_names(config, model))
+    return direct_reads.leave_unpassed_in_float(model, config, layers)[0]
+
+
 def check_layout(request: Request, model: nn.Module, config: Config) -> None:
     """Check that every output can hold what will be quantized.
 

@@ -33,6 +33,7 @@ from quark.torch.quantization.config.resolution import (
     resolve_names,
     shares_inputs,
 )
+from quark.torch.quantization.direct_reads import leave_unpassed_in_float
 from quark.torch.quantization.nn.attention import attention_projections
 from quark.torch.quantization.nn.attention_trial import prove_projections
 from quark.torch.quantization.nn.cached_outputs import layers_to_prove, prove_cached_outputs
@@ -86,6 +87,8 @@ def check(
         config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
+        if dataloader is None:
+            config, layers = leave_unpassed_in_float(model, config, layers)
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         check_parameters(model)
         is_static = needs_data([*layers.values(), *softmax_layers(config)])
@@ -101,6 +104,8 @@ def check(
             digest = check_data(model, data, bool(algorithms))
             if (algorithms or is_static) and has_towers(model):
                 config, layers = leave_unreached_in_float(model, config, layers, data)
+        if data is not None:
+            config, layers = leave_unpassed_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
         projections = attention_projections(layers, config)
         config = with_shared_inputs(config, model, data) if shares else config
