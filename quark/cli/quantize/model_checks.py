@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
 
 logger = logging.getLogger("quark")
+_NAMED = 6  # layers of an output head that a message names
 
 
 def check_outputs(model: nn.Module, config: Config) -> Config:
@@ -135,7 +136,7 @@ def _default_of(model: nn.Module) -> str:
     """Return the sentence that tells what stays in float without ``--exclude_layers``."""
     from quark.torch.quantization.config.resolution import output_head
 
-    head = ", ".join(output_head(model))
+    head = _few(output_head(model))
     said = f" Without this flag, {head} and the parts of --include_parts stay in float; a list "
     return said + "replaces these." if head else ""
 
@@ -150,8 +151,13 @@ def _warn_of_quantized_head(model: nn.Module, named: list[str]) -> None:
         logger.warning(
             "--exclude_layers replaces the default, so the output head (%s) is quantized. Add it "
             "to the list to keep it in float.",
-            ", ".join(lost),
+            _few(lost),
         )
+
+
+def _few(names: list[str]) -> str:
+    """Return names with commas; the first of many stand for all."""
+    return ", ".join(names[:_NAMED]) + ", …" * (len(names) > _NAMED)
 
 
 def _names_in(model: nn.Module, config: Config) -> tuple[list[list[str]], list[str]]:

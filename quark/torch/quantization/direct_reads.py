@@ -113,7 +113,7 @@ def find_direct_reads(
     return [n for n, weight in weights.items() if weight in reads.direct and n not in reads.called]
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records which weights operations take outside of the layers that own them.
 
     Args:
@@ -125,7 +125,7 @@ class _Reads(TorchDispatchMode):
     """
 
     def __init__(self, weights: Iterable[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._weights = set(weights)
         self._running: list[int] = []
         self.called: set[str] = set()
@@ -195,7 +195,7 @@ def without_products(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear) and is_linear(type(module)):
             module.forward = partial(zero_products, module.out_features)  # type: ignore[method-assign]
         elif isinstance(module, LinearExperts) or is_stacked(module):
-            module.forward = _zero_outputs  # type: ignore[method-assign]
+            module.forward = _zero_outputs
     return copied
 
 
