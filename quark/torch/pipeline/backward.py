@@ -168,7 +168,7 @@ class _Ending(NamedTuple):
                 if mask is not None and logits.shape[:-1] != mask.shape:
                     mask = None  # logits of whole sequences, as of a classifier
                 value = self.loss(logits, mask, first)
-                if not value.requires_grad:  # logits of another branch, such as classes beside boxes
+                if not value.requires_grad:  # of another branch, such as classes beside boxes
                     return torch.zeros_like(last)
                 (gradient,) = torch.autograd.grad(value, last, allow_unused=True)
                 if gradient is None:
