@@ -11,7 +11,7 @@ import typer
 
 from quark.cli import console
 from quark.cli.exclusions import check_exclusions, nearest_layers
-from quark.cli.predicted_text import reads_text
+from quark.cli.predicted_text import name_of_input, reads_text
 from quark.cli.quantize.output import export_settings
 from quark.cli.schemes import OWN_LAYOUT, schemes_of
 
@@ -265,7 +265,7 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
         raise console.wrong(
             "--model_export",
             f"this command traces ONNX files on tokens, and {type(model).__name__} reads "
-            f"{model.main_input_name}. Write hf_format, or call ModelExporter.export_onnx_model "
+            f"{name_of_input(model)}. Write hf_format, or call ModelExporter.export_onnx_model "
             "with inputs in Python (docs/onnx.md).",
         )
     for container in limited:

@@ -51,7 +51,8 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.resolution import resolve_names, shares_inputs
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.config.value_types import check_types
-from quark.torch.quantization.direct_reads import leave_unpassed_in_float, zero_products
+from quark.torch.quantization.direct_reads import leave_unpassed_in_float
+from quark.torch.quantization.dry_run import zero_products
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import is_linear
 from quark.torch.quantization.preparation import (

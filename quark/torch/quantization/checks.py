@@ -53,6 +53,7 @@ from quark.torch.quantization.preparation import (
     select_layers,
 )
 from quark.torch.quantization.reachability import leave_unreached_in_float
+from quark.torch.quantization.sequence_rows import keep_rows_together
 
 logger = logging.getLogger("quark")
 
@@ -76,13 +77,8 @@ def check(
     """
     algorithms = find_algorithms(config)
     if statistics is not None:
-        if config.moe_calibrate_all_experts:
-            raise ValueError(
-                "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
-                "expert. Leave it out, or pass a dataloader instead."
-            )
         dataloader = None if dataloader is None else make_repeatable(dataloader)
-        statistics.check(model, dataloader)
+        _check_statistics(model, config, dataloader, statistics)
     with temporarily_split_experts(model) as experts:
         config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
@@ -102,6 +98,7 @@ def check(
         digest = None if statistics is None else statistics.data
         if data is not None and runs:
             digest = check_data(model, data, bool(algorithms))
+            data = keep_rows_together(model, data)
             if (algorithms or is_static) and has_towers(model):
                 config, layers = leave_unreached_in_float(model, config, layers, data)
         if data is not None:
@@ -120,6 +117,22 @@ def check(
     has_data = data is not None
     parts = layers, projections, probabilities, algorithms
     return Plan(config, *parts, batches, has_data, statistics, digest)
+
+
+def _check_statistics(
+    model: nn.Module, config: Config, batches: Iterable[Any] | None, statistics: Statistics
+) -> None:
+    """Check that statistics are of a model and of data, and hold what a configuration needs.
+
+    Raises:
+        ValueError: They are not, or do not.
+    """
+    if config.moe_calibrate_all_experts:
+        raise ValueError(
+            "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
+            "expert. Leave it out, or pass a dataloader instead."
+        )
+    statistics.check(model, batches)
 
 
 def _prove_probabilities(

@@ -10,11 +10,8 @@ from transformers import T5ForConditionalGeneration as T5
 from quark.torch import LLMTemplate, ModelQuantizer
 from quark.torch.pipeline.batches import run_batch
 from quark.torch.quantization import Config, Int8PerTensorSpec, QuantizationConfig
-from quark.torch.quantization.direct_reads import (
-    find_direct_reads,
-    without_products,
-    zero_batch,
-)
+from quark.torch.quantization.direct_reads import find_direct_reads
+from quark.torch.quantization.dry_run import without_products, zero_batch
 from quark.torch.quantization.preparation import quantized_layers
 
 INT8 = Int8PerTensorSpec(is_dynamic=False).to_quantization_spec()
