@@ -322,22 +322,6 @@ def test_names_that_lead_nowhere(written, solver, unchanged):
         quantized(model, "int4_wo_32", SOLVERS[solver](**written))
 
 
-def test_blocks_without_layers():
-    """The advice names nothing that is empty already."""
-
-    class Norms(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms, self.head = nn.ModuleList([nn.LayerNorm(32)]), nn.Linear(32, 32)
-
-        def forward(self, x):
-            return self.head(self.norms[0](x))
-
-    said = r"gptq: no linear layer .* in the 1 decoder blocks .* Leave gptq out: other layers"
-    with pytest.raises(ValueError, match=said):
-        quantized_by(Norms(), "int4_wo_32", GPTQConfig(), data=[torch.randn(2, 4, 32)])
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
