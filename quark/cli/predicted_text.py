@@ -45,8 +45,24 @@ def predicts_text(outline: Any) -> bool:
 
 
 def reads_text(outline: nn.Module | None) -> bool:
-    """Whether token ids alone run a model; True where its structure is not known."""
-    return getattr(outline, "main_input_name", "input_ids") == "input_ids"
+    """Whether tokens of text alone run a model; True where its structure is not known."""
+    return getattr(outline, "main_input_name", "input_ids") == "input_ids" and not _has_heads(
+        outline
+    )
+
+
+def name_of_input(outline: Any) -> str:
+    """Return what a model reads, in words, if it is not text."""
+    return "several tokens at a position" if _has_heads(outline) else str(outline.main_input_name)
+
+
+def _has_heads(outline: Any) -> bool:
+    """Whether a model predicts several tokens at a position, such as the codebooks of MusicGen."""
+    from torch import nn
+
+    find = getattr(outline, "get_output_embeddings", lambda: None)
+    heads = find()
+    return isinstance(heads, nn.ModuleList) and len(heads) > 1
 
 
 def check_predicts_text(
@@ -87,6 +103,6 @@ def check_reads_text(directory: Path, flag: str, trust_remote_code: bool = False
     if not reads_text(outline):
         raise wrong(
             flag,
-            f"{type(outline).__name__} reads {outline.main_input_name}, not text, and this verb "
+            f"{type(outline).__name__} reads {name_of_input(outline)}, not text, and this verb "
             "takes text alone. 'quark quantize' takes other data with --dataset.",
         )

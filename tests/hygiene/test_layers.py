@@ -50,7 +50,11 @@ LAYERS = [
         "quark.torch.export.config",
         "quark.torch.utils",
     },
-    {"quark.torch.quantization.preparation", "quark.torch.quantization.arguments"},
+    {
+        "quark.torch.quantization.preparation",
+        "quark.torch.quantization.arguments",
+        "quark.torch.quantization.dry_run",
+    },
     {"quark.torch.pipeline"},
     {
         "quark.torch.quantization.plan",
@@ -65,6 +69,8 @@ LAYERS = [
         "quark.torch.quantization.reachability",
         "quark.torch.quantization.model_shape",
         "quark.torch.quantization.trained_ranges",
+        "quark.torch.quantization.direct_reads",
+        "quark.torch.quantization.sequence_rows",
     },
     {
         "quark.torch.quantization.checks",

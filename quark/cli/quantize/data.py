@@ -11,7 +11,7 @@ import typer
 
 from quark.cli import models
 from quark.cli.console import wrong
-from quark.cli.predicted_text import reads_text
+from quark.cli.predicted_text import name_of_input, reads_text
 from quark.cli.quantize.request import Request
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def kind_of_dataset(request: Request, outline: nn.Module | None) -> Kind | None:
     except (OSError, ValueError) as error:
         raise wrong("--dataset", str(error)) from None
     if kind is None and not reads_text(outline):
-        name = getattr(outline, "main_input_name", "")
         raise wrong(
             "--dataset",
-            f"{type(outline).__name__} reads {name}, not text. Give a directory of images or "
-            "audio, or a .jsonl of messages that name such files.",
+            f"{type(outline).__name__} reads {name_of_input(outline)}, not text. Give a directory "
+            "of images or audio, or a .jsonl of messages that name such files. If the model has no "
+            "processor for these, call ModelQuantizer in Python with its own batches.",
         )
     return kind
 

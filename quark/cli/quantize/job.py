@@ -187,6 +187,7 @@ def _fit(request: Request, config: Config, outline: nn.Module | None) -> Config:
         return config
     config = model_checks.check_outputs(outline, config)
     config = model_checks.check_patterns(request, outline, config)
+    config = model_checks.leave_unpassed_in_float(outline, config)
     model_checks.check_layout(request, outline, config)
     return config
 

@@ -11,7 +11,7 @@ import typer
 
 from quark.cli import console
 from quark.cli.exclusions import check_exclusions, nearest_layers
-from quark.cli.predicted_text import reads_text
+from quark.cli.predicted_text import name_of_input, reads_text
 from quark.cli.quantize.output import export_settings
 from quark.cli.schemes import OWN_LAYOUT, schemes_of
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quark.torch.quantization.config.config import Config
 
 logger = logging.getLogger("quark")
+_NAMED = 6  # layers of an output head that a message names
 
 
 def check_outputs(model: nn.Module, config: Config) -> Config:
@@ -135,7 +136,7 @@ def _default_of(model: nn.Module) -> str:
     """Return the sentence that tells what stays in float without ``--exclude_layers``."""
     from quark.torch.quantization.config.resolution import output_head
 
-    head = ", ".join(output_head(model))
+    head = _few(output_head(model))
     said = f" Without this flag, {head} and the parts of --include_parts stay in float; a list "
     return said + "replaces these." if head else ""
 
@@ -150,8 +151,13 @@ def _warn_of_quantized_head(model: nn.Module, named: list[str]) -> None:
         logger.warning(
             "--exclude_layers replaces the default, so the output head (%s) is quantized. Add it "
             "to the list to keep it in float.",
-            ", ".join(lost),
+            _few(lost),
         )
+
+
+def _few(names: list[str]) -> str:
+    """Return names with commas; the first of many stand for all."""
+    return ", ".join(names[:_NAMED]) + ", …" * (len(names) > _NAMED)
 
 
 def _names_in(model: nn.Module, config: Config) -> tuple[list[list[str]], list[str]]:
@@ -217,6 +223,23 @@ def _in_float(request: Request) -> str:
     )
 
 
+def leave_unpassed_in_float(model: nn.Module, config: Config) -> Config:
+    """Return the configuration without inputs that pass through no layer; a warning names these.
+
+    Args:
+        model: The float model, which may be on the meta device.
+        config: How it will be quantized.
+    """
+    from quark.torch.quantization import direct_reads
+    from quark.torch.quantization.config.match import assign
+    from quark.torch.quantization.config.resolution import resolve_names
+    from quark.torch.quantization.nn.operators import is_operator
+
+    operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    layers = assign(operators, resolve_names(config, model))
+    return direct_reads.leave_unpassed_in_float(model, config, layers)[0]
+
+
 def check_layout(request: Request, model: nn.Module, config: Config) -> None:
     """Check that every output can hold what will be quantized.
 
@@ -242,7 +265,7 @@ def check_layout(request: Request, model: nn.Module, config: Config) -> None:
         raise console.wrong(
             "--model_export",
             f"this command traces ONNX files on tokens, and {type(model).__name__} reads "
-            f"{model.main_input_name}. Write hf_format, or call ModelExporter.export_onnx_model "
+            f"{name_of_input(model)}. Write hf_format, or call ModelExporter.export_onnx_model "
             "with inputs in Python (docs/onnx.md).",
         )
     for container in limited:

@@ -134,10 +134,15 @@ def select_by_block(
         name: layers for name in units if (layers := select_block_layers(context, name, options))
     }
     if not selected:
+        where = f"no linear layer with a quantized weight in the {len(blocks)} decoder blocks"
+        if not (options.model_decoder_layers or options.inside_layer_modules):
+            raise ValueError(
+                f"{options.name}: {where} of the model, and no convolution. Leave {options.name} "
+                "out: other layers are rounded to the nearest without it."
+            )
         raise ValueError(
-            f"{options.name}: no linear layer with a quantized weight in the {len(blocks)} decoder "
-            f"blocks of the model, and no convolution, is named by model_decoder_layers="
-            f"{options.model_decoder_layers!r} and inside_layer_modules="
+            f"{options.name}: {where} of the model, and no convolution, is named by "
+            f"model_decoder_layers={options.model_decoder_layers!r} and inside_layer_modules="
             f"{options.inside_layer_modules}. Leave both empty for all layers."
         )
     return selected

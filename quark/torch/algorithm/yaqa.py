@@ -165,7 +165,8 @@ class GradientStatistics:
     def output_hessian(self, layer: str) -> torch.Tensor | None:
         """Return the sum of g gᵀ over tokens for the outputs of a layer, (outputs, outputs).
 
-        None for experts, which receive too few tokens, and for layers without finite gradients.
+        None for experts, which receive too few tokens, and for layers without finite gradients or
+        on which no logits depend.
         """
         return self._read(layer)
 
@@ -210,8 +211,10 @@ def collect_gradients(
             for handle in handles:
                 handle.remove()
         for name, total in reducer.totals.items():
-            if total.total is None or not bool(total.total.isfinite().all()):
-                logger.warning("yaqa: %s has no finite gradients: it is rounded by GPTQ.", name)
+            if total.total is None or not bool(total.total.isfinite().all() & total.total.any()):
+                logger.warning(
+                    "yaqa: no logits depend on %s by finite gradients: it is rounded by GPTQ.", name
+                )
                 continue
             statistics.add(name, total.total)
     return statistics

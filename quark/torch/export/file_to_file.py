@@ -51,6 +51,8 @@ from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.resolution import resolve_names, shares_inputs
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.config.value_types import check_types
+from quark.torch.quantization.direct_reads import leave_unpassed_in_float
+from quark.torch.quantization.dry_run import zero_products
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import is_linear
 from quark.torch.quantization.preparation import (
@@ -201,7 +203,7 @@ def _prepare(
     experts = split_experts(model)
     fill_with_placeholders(model)
     config = resolve_names(config, model)
-    layers = select_layers(model, config)
+    config, layers = leave_unpassed_in_float(model, config, select_layers(model, config))
     kept = {} if source is None else without_shared(model, source.find(model, layers))
     stack_experts(experts, keep=[*layers, *kept])
     fill_with_placeholders(model)
@@ -233,12 +235,8 @@ def _with_shared_inputs(config: Config, model: nn.Module) -> Config:
     compute_buffers(model, torch.device("cpu"))
     for module in model.modules():
         if isinstance(module, nn.Linear) and is_linear(type(module)):
-            module.forward = partial(_zeros, module.out_features)  # type: ignore[method-assign]
+            module.forward = partial(zero_products, module.out_features)  # type: ignore[method-assign]
     return with_shared_inputs(config, model, None)
-
-
-def _zeros(width: int, x: torch.Tensor) -> torch.Tensor:
-    return x.new_zeros(*x.shape[:-1], width)
 
 
 def _untie_quantized(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 
 class BlockCall(NamedTuple):
@@ -93,9 +94,14 @@ def _lists_inside(model: nn.Module, name: str, outermost: bool = True) -> list[l
     """
     prefix = f"{name}." if name else ""
     modules = model.get_submodule(name).named_modules()
-    lists = [prefix + n for n, m in modules if n and isinstance(m, nn.ModuleList)]
+    lists = [prefix + n for n, m in modules if n and _is_list(m)]
     return [
         [f"{one}.{key}" for key, _ in model.get_submodule(one).named_children()]
         for one in lists
         if not (outermost and any(one.startswith(f"{other}.") for other in lists))
     ]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module is a list of modules; parametrizations of a weight are none."""
+    return isinstance(module, nn.ModuleList) and not isinstance(module, ParametrizationList)

@@ -139,11 +139,16 @@ class _Ending(NamedTuple):
     def gradient(self, batch: Any, first: int, last: torch.Tensor, index: int) -> torch.Tensor:
         """Return the gradient of the loss with respect to the outputs of the stack.
 
+        It is zero if no logits depend on the stack.
+
         Args:
             batch: The batch.
             first: Number of its first sequence in the data.
             last: The outputs.
             index: Number of the batch among those that reach the stack.
+
+        Raises:
+            ValueError: The logits depend on earlier blocks of the stack alone.
         """
         last = last.detach().requires_grad_()
         outputs: list[Any] = []
@@ -163,8 +168,15 @@ class _Ending(NamedTuple):
                 if mask is not None and logits.shape[:-1] != mask.shape:
                     mask = None  # logits of whole sequences, as of a classifier
                 value = self.loss(logits, mask, first)
+                if not value.requires_grad:  # of another branch, such as classes beside boxes
+                    return torch.zeros_like(last)
                 (gradient,) = torch.autograd.grad(value, last, allow_unused=True)
-                return torch.zeros_like(last) if gradient is None else gradient
+                if gradient is None:
+                    raise ValueError(
+                        f"The logits depend on blocks before {self.part.names[-1]}, and not on it. "
+                        "Choose an algorithm without gradients, such as gptq."
+                    )
+                return gradient
         finally:
             hook.remove()
 
@@ -173,9 +185,11 @@ class _Ending(NamedTuple):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             is_last = name == self.part.names[-1]
+            x = last if is_last else split_hidden_states(args, kwargs)[0]
+            if name == self.part.names[0] and not is_last:
+                x = x.detach().requires_grad_()  # tells whether logits depend on it
             # A copy, because the model may write to it in place.
-            x = last.clone() if is_last else split_hidden_states(args, kwargs)[0]
-            return self.arguments.wrap(name, x)
+            return self.arguments.wrap(name, x.clone())
 
         return forward
 

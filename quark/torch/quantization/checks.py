@@ -33,6 +33,7 @@ from quark.torch.quantization.config.resolution import (
     resolve_names,
     shares_inputs,
 )
+from quark.torch.quantization.direct_reads import leave_unpassed_in_float
 from quark.torch.quantization.nn.attention import attention_projections
 from quark.torch.quantization.nn.attention_trial import prove_projections
 from quark.torch.quantization.nn.cached_outputs import layers_to_prove, prove_cached_outputs
@@ -52,6 +53,7 @@ from quark.torch.quantization.preparation import (
     select_layers,
 )
 from quark.torch.quantization.reachability import leave_unreached_in_float
+from quark.torch.quantization.sequence_rows import keep_rows_together
 
 logger = logging.getLogger("quark")
 
@@ -75,17 +77,14 @@ def check(
     """
     algorithms = find_algorithms(config)
     if statistics is not None:
-        if config.moe_calibrate_all_experts:
-            raise ValueError(
-                "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
-                "expert. Leave it out, or pass a dataloader instead."
-            )
         dataloader = None if dataloader is None else make_repeatable(dataloader)
-        statistics.check(model, dataloader)
+        _check_statistics(model, config, dataloader, statistics)
     with temporarily_split_experts(model) as experts:
         config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
+        if dataloader is None:
+            config, layers = leave_unpassed_in_float(model, config, layers)
         check_algorithms(config, algorithms, layers, dataloader, statistics)
         check_parameters(model)
         is_static = needs_data([*layers.values(), *softmax_layers(config)])
@@ -99,8 +98,11 @@ def check(
         digest = None if statistics is None else statistics.data
         if data is not None and runs:
             digest = check_data(model, data, bool(algorithms))
+            data = keep_rows_together(model, data)
             if (algorithms or is_static) and has_towers(model):
                 config, layers = leave_unreached_in_float(model, config, layers, data)
+        if data is not None:
+            config, layers = leave_unpassed_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
         projections = attention_projections(layers, config)
         config = with_shared_inputs(config, model, data) if shares else config
@@ -115,6 +117,22 @@ def check(
     has_data = data is not None
     parts = layers, projections, probabilities, algorithms
     return Plan(config, *parts, batches, has_data, statistics, digest)
+
+
+def _check_statistics(
+    model: nn.Module, config: Config, batches: Iterable[Any] | None, statistics: Statistics
+) -> None:
+    """Check that statistics are of a model and of data, and hold what a configuration needs.
+
+    Raises:
+        ValueError: They are not, or do not.
+    """
+    if config.moe_calibrate_all_experts:
+        raise ValueError(
+            "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
+            "expert. Leave it out, or pass a dataloader instead."
+        )
+    statistics.check(model, batches)
 
 
 def _prove_probabilities(

@@ -61,6 +61,7 @@ from quark.torch.quantization.preparation import (
     replace_layers,
     restore_layers,
 )
+from quark.torch.quantization.sequence_rows import keep_rows_together
 from quark.torch.statistics.sensitivities import (
     PROBES,
     SEEN,
@@ -108,9 +109,10 @@ def collect_statistics(
     batches = make_repeatable(dataloader)
     if not check_batches(model, batches):
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
-    first = next(iter(flatten_batches(batches)))
     digests, data = model_digests(model), data_digest(batches)
     align_parameters(model)
+    batches = keep_rows_together(model, batches)
+    first = next(iter(flatten_batches(batches)))
     with temporarily_split_experts(model):
         check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))

@@ -15,6 +15,7 @@ from quark.torch.algorithm.weight_rounding import (
     round_layer,
 )
 from quark.torch.pipeline.accumulators import Gram
+from quark.torch.quantization.config.algo import GPTQConfig
 from quark.torch.quantization.config.config import (
     Config,
     Int8PerTensorSpec,
@@ -23,6 +24,7 @@ from quark.torch.quantization.config.config import (
 )
 from quark.torch.quantization.config.presets import scheme, scheme_names
 from quark.torch.quantization.preparation import replace_layers, select_layers
+from tests.configurations import quantized_by
 from tests.unit.algorithm.test_gptq_solver import (
     DAMPING,
     INPUTS,
@@ -307,3 +309,19 @@ def test_sums_are_forgotten_for_the_memory_that_they_take():
         sums.fill_diagonal_(0), (gram_of(x).total / TOKENS).fill_diagonal_(0), rtol=0, atol=0
     )
     assert all(rows_of(layer).equal(expected) for layer in layers.values())
+
+
+def test_blocks_without_layers():
+    """The advice names nothing that is empty already."""
+
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms, self.head = nn.ModuleList([nn.LayerNorm(32)]), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.head(self.norms[0](x))
+
+    said = r"gptq: no linear layer .* in the 1 decoder blocks .* Leave gptq out: other layers"
+    with pytest.raises(ValueError, match=said):
+        quantized_by(Norms(), "int4_wo_32", GPTQConfig(), data=[torch.randn(2, 4, 32)])

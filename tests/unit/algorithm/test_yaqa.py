@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
+from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
 from quark.torch import ModelQuantizer
 from quark.torch.algorithm import yaqa
@@ -250,3 +251,25 @@ def test_a_model_without_logits_is_refused_before_any_algorithm(unchanged, monke
     monkeypatch.setattr("quark.torch.algorithm.awq.run_blocks", None)  # not called
     with unchanged(model), pytest.raises(ValueError, match="returns logits, got BaseModelOutput"):
         ModelQuantizer(config).quantize_model(model, [IDS])
+
+
+def test_layers_that_no_logits_depend_on_are_rounded_by_gptq(caplog):
+    """The boxes of DETR, whose logits are the classes."""
+    torch.manual_seed(0)
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", out_features=["stage1"]
+    )
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "num_queries": 3, "num_labels": 4}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_attention_heads": 2, f"{side}_ffn_dim": 32}
+    detr = {"use_timm_backbone": False, "use_pretrained_backbone": False, "d_model": 16, **sizes}
+    model = DetrForObjectDetection(DetrConfig(backbone_config=backbone, **detr)).eval()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    config = Config(scheme("int8_wo"), algo_config=[YaqaConfig()])
+    ModelQuantizer(config).quantize_model(model, [{"pixel_values": torch.randn(2, 3, 32, 32)}])
+    said = caplog.text
+    for number in (0, 1):
+        assert f"no logits depend on bbox_predictor.layers.{number} by finite" in said
+    assert "fc1 by finite" not in said
+    for name in ("bbox_predictor.layers.1.weight", "model.encoder.layers.0.mlp.fc1.weight"):
+        assert not torch.equal(before[name], model.get_parameter(name))

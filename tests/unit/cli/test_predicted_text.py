@@ -123,3 +123,18 @@ def test_algorithms_without_data_ask_for_images(algorithm, quark, models, tmp_pa
     result = quark("quantize", *given, "--quant_scheme", "int8_wo", "--quant_algo", algorithm)
     assert result.exit_code == 2, result.output
     assert "reads pixel_values, not text. Give a directory of images" in result.stderr
+
+
+def test_codebooks_are_no_text(quark, models, tmp_path):
+    """Rows of text would be codebooks of one sequence."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32}
+    config = transformers.MusicgenDecoderConfig(vocab_size=2048, num_codebooks=2, **sizes)
+    transformers.MusicgenForCausalLM(config).save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(models / "masked").save_pretrained(tmp_path / "m")
+    given = ["quantize", "--model_dir", tmp_path / "m", "--output_dir", tmp_path / "out"]
+    result = quark(*given, "--quant_scheme", "int8_wo", "--quant_algo", "gptq")
+    assert result.exit_code == 2
+    assert "reads several tokens at a position, not text" in result.stderr
+    result = quark(*given, "--quant_scheme", "int8_wo")
+    assert result.exit_code == 0, result.output
+    assert "MusicgenForCausalLM does not predict the next token" in result.stdout

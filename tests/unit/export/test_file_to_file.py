@@ -19,7 +19,7 @@ from quark.torch.export.recognition import load_checkpoint
 from quark.torch.quantization.config.algo import AWQConfig
 from quark.torch.quantization.config.builder import build_config
 from quark.torch.quantization.config.presets import scheme
-from tests.models.architectures import varied
+from tests.models.architectures import build, small_config, varied
 
 TYPES = {"mixtral": torch.float16, "tied": torch.float32}  # others: bfloat16
 
@@ -367,3 +367,12 @@ def test_a_part_that_is_not_finite(source, tmp_path, monkeypatch):
             config_of("int4_wo_per_channel"), directory, tmp_path / "out", ExportSettings()
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_that_are_not_called_keep_their_inputs_in_float(compare, tmp_path):
+    """Without data, zeros run through the names and shapes of the files."""
+    build(small_config("mamba"), torch.float32).save_pretrained(tmp_path / "mamba")
+    files = compare(config_of("ptpc_int8"), tmp_path / "mamba")
+    section = json.loads(files["config.json"])["quantization_config"]
+    inputs = {name: c["input_tensors"] for name, c in section["layer_quant_config"].items()}
+    assert inputs == {"backbone.layers.*.mixer.dt_proj": None}

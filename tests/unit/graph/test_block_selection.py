@@ -63,3 +63,9 @@ def test_blocks(model, expected):
 def test_discovery_of_stages():
     model = Model()
     assert discover(model, torch.randn(1, 8, 8)).blocks == tuple(INNER)
+
+
+def test_parametrizations_of_a_weight_are_no_blocks():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model = nn.Sequential(layer, nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+    assert discover(model.eval(), torch.randn(1, 8, 8)).blocks == ()

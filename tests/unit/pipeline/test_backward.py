@@ -80,6 +80,54 @@ def test_gradients_are_those_through_the_whole_model(name, limit):
             torch.testing.assert_close(got, gradient, rtol=1e-9, atol=1e-12)
 
 
+class Branches(nn.Module):
+    """Two lists of blocks, of which the second gives boxes, not logits."""
+
+    def __init__(self, between=1.0):
+        super().__init__()
+        self.body, self.boxes = (nn.ModuleList(map(self.block, range(2))) for _ in range(2))
+        self.between = between
+
+    @staticmethod
+    def block(number):
+        torch.manual_seed(number)
+        return nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x)
+        logits = x
+        x = x if self.between == 1 else x * self.between
+        for block in self.boxes:
+            x = block(x)
+        return SimpleNamespace(logits=logits, boxes=x)
+
+
+NAMES = ["body.0", "body.1", "boxes.0", "boxes.1"]
+ROWS = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def test_gradients_of_a_stack_that_no_logits_depend_on_are_zero():
+    model = Branches(between=2.0).double()
+    found = through_blocks(model, NAMES, [{"x": ROWS}])
+    kept = {}
+    handles = watch(model, NAMES, kept)
+    squares(model(ROWS).logits, None).backward()
+    for handle in handles:
+        handle.remove()
+    assert kept.keys() == {"body.0.0", "body.1.0"}
+    for layer, gradients in kept.items():
+        torch.testing.assert_close(found.pop(layer), gradients)
+    assert found.keys() == {"boxes.0.0", "boxes.1.0"}
+    assert not any(gradient.any() for gradients in found.values() for gradient in gradients)
+
+
+def test_logits_that_leave_a_stack_before_its_end_are_refused():
+    model = Branches().double()
+    with pytest.raises(ValueError, match=r"depend on blocks before boxes\.1, and not on it\."):
+        through_blocks(model, NAMES, [{"x": ROWS}])
+
+
 def test_the_model_is_as_it_was():
     model = build(small_config("llama"))
     model.lm_head.weight.requires_grad_(False)

@@ -56,15 +56,30 @@ def has_towers(model: nn.Module) -> bool:
 def output_layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers that a model, or a model inside of it, has as its output head.
 
-    These are the declared output embeddings. A model without any has the layers directly on top of
-    its base model, such as the classifier of a ``ForSequenceClassification``.
+    These are the declared output embeddings. A model without any has the layers on top of its base
+    model, such as the classifier of a ``ForSequenceClassification``, whether they are one layer or
+    several in modules of their own.
     """
     heads = _output_embeddings(model)
-    base = getattr(model, "base_model", model)
-    if not heads and isinstance(base, nn.Module) and base is not model:
-        heads = [m for m in model.children() if isinstance(m, nn.Linear) and m is not base]
     layers = [m for head in heads for m in head.modules() if next(m.children(), None) is None]
+    if not heads:
+        layers = [m for top in _find_tops(model) for m in top.modules() if _has_product(m)]
     return list(dict.fromkeys(layers))
+
+
+def _find_tops(model: nn.Module) -> list[nn.Module]:
+    """Return the modules on top of a base model, which come after it; those before it feed it."""
+    base = getattr(model, "base_model", model)
+    modules = list(model.children())
+    if base is model or not any(module is base for module in modules):
+        return []
+    return modules[modules.index(base) + 1 :]
+
+
+def _has_product(module: nn.Module) -> bool:
+    """Whether a module has a matrix or a kernel, which norms lack."""
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.dim() > 1
 
 
 def _output_embeddings(model: nn.Module) -> list[nn.Module]:

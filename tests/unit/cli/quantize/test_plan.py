@@ -11,7 +11,7 @@ from collections import namedtuple
 from importlib import import_module
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, MambaConfig, MambaForCausalLM
 
 from quark.cli import console, models
 from quark.torch.export.checkpoint.files import CheckpointReader
@@ -155,6 +155,38 @@ def test_a_run_is_refused_before_work(refused, huge_dir, room, tmp_path, monkeyp
     room(500 * GB, GB)
     assert "1.0 GB free" in refused(*place, "--max_memory", "90GB")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def mamba_dir(model_dir, tmp_path):
+    """A model that reads the weight of ``dt_proj`` without calling it."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "time_step_rank": 8}
+    vocabulary = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    MambaForCausalLM(MambaConfig(vocab_size=vocabulary, **sizes)).save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "ptpc_int8"])
+def test_inputs_that_no_layer_takes_are_planned_and_written_in_float(
+    plan_of, quantize, mamba_dir, scheme
+):
+    plan = plan_of(scheme, model=mamba_dir)
+    planned = {x["name"]: bool(x["config"]["input_tensors"]) for x in plan["layers"] if x["config"]}
+    assert [name for name, has_inputs in planned.items() if not has_inputs] == [
+        "backbone.layers.*.mixer.dt_proj"
+    ]
+    path, _ = quantize("--quant_scheme", scheme, model=mamba_dir)
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    [(pattern, layer)] = section["layer_quant_config"].items()
+    assert (pattern, layer["input_tensors"]) == ("backbone.layers.*.mixer.dt_proj", None)
+    assert section["global_quant_config"]["input_tensors"]
+
+
+def test_a_layout_that_needs_inputs_is_refused_before_work(refused, mamba_dir, tmp_path):
+    place = ["--model_dir", mamba_dir, "--output_dir", tmp_path / "out"]
+    said = refused("quantize", *place, "--quant_scheme", "fp8", "--custom_mode", "fp8")
+    assert "cannot hold backbone.layers.0.mixer.dt_proj and 1 more: its input is not" in said
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,10 @@ def test_experts_in_a_list():
     assert find_parts(nn.Sequential(*(nn.Linear(8, 3) for _ in range(3)))) == []
 
 
+OUT, ELECTRA = "classifier.out_proj", "discriminator_predictions"
+BOXES, RANGE = ("class_labels_classifier", "bbox_predictor"), range(3)
+
+
 @pytest.mark.parametrize(
     ("name", "auto", "head"),
     [
@@ -132,10 +136,37 @@ def test_experts_in_a_list():
         ("vit", "AutoModelForImageClassification", ["classifier"]),
         ("whisper", "AutoModelForSpeechSeq2Seq", ["proj_out"]),
         ("clip", "AutoModel", []),
+        ("roberta", "AutoModelForSequenceClassification", ["classifier.dense", OUT]),
+        ("deberta-v2", "AutoModelForSequenceClassification", ["pooler.dense", "classifier"]),
+        ("electra", "AutoModelForPreTraining", [f"{ELECTRA}.dense", f"{ELECTRA}.dense_prediction"]),
+        ("vilt", "AutoModelForVisualQuestionAnswering", ["classifier.0", "classifier.3"]),
+        ("yolos", "AutoModelForObjectDetection", [f"{n}.layers.{i}" for n in BOXES for i in RANGE]),
+        ("resnet", "AutoModelForImageClassification", ["classifier.1"]),
+        ("dinov3_vit", "AutoModel", []),  # its patches are embedded before its base model
     ],
 )
 def test_output_heads(name, auto, head):
     assert output_head(empty(name, auto)) == head
+
+
+def test_a_head_of_convolutions():
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    with torch.device("meta"):
+        model = SegformerForSemanticSegmentation(SegformerConfig(num_labels=3))
+    stages = [f"decode_head.linear_projections.{n}.proj" for n in range(4)]
+    assert output_head(model) == [*stages, "decode_head.linear_fuse", "decode_head.classifier"]
+
+
+def test_a_head_of_several_layers_stays_in_float():
+    model = empty("roberta", "AutoModelForSequenceClassification")
+    config = LLMTemplate("own", exclude_layers_name=["lm_head"]).get_config("int8")
+    config = resolve_names(config, model)
+    names = {n: type(m) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    assert [name for name in names if name not in assign(names, config)] == [
+        "classifier.dense",
+        "classifier.out_proj",
+    ]
 
 
 def test_the_head_of_a_model_inside():
