@@ -32,6 +32,7 @@ from quark.cli.options import (
     Tasks,
     TrustRemoteCode,
     add_verb,
+    check_task_flags,
     counted_windows,
     panel,
 )
@@ -149,6 +150,9 @@ def evaluate(
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
     models.check_runtime(runtime, max_memory)
+    flags = {"include_path": include_path, "num_fewshot": num_fewshot, "task_limit": task_limit}
+    flags["apply_chat_template"] = apply_chat_template or None
+    check_task_flags(tasks, [name for name, value in flags.items() if value is not None])
     names = [str(path) for path in (original, model_dir) if path is not None]
     model_dir = find_model(model_dir, "MODEL_DIR")
     original = None if original is None else find_model(original, "--original")
