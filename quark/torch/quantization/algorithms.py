@@ -192,9 +192,7 @@ def check_from_statistics(
     if len(names) != 1 or names[0] not in FROM_STATISTICS:
         served = f"one algorithm, {' or '.join(FROM_STATISTICS)}, and static activation ranges"
         if not names:
-            raise ValueError(
-                f"statistics serve {served}, and there are none. Leave the statistics out."
-            )
+            raise ValueError(f"statistics serve {served}, got none. Leave the statistics out.")
         raise ValueError(
             f"statistics serve {served}, got {', '.join(names)}: other algorithms change the "
             f"inputs of layers, or need the data itself. Leave the statistics out, and "
