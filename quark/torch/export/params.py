@@ -99,14 +99,7 @@ def save_params(
     options = _options(compressed, reorder)
     fmt = make_format(model, None, options, "quark")
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
-    config: Any = getattr(model, "config", None)
-    described = {
-        "version": __version__,
-        "config": config.to_dict() if hasattr(config, "to_dict") else {},
-        "structure": _structure(model),
-    }
-    if compressed:
-        described[_ORDER] = options.pack_method
+    described = _describe(model) | ({_ORDER: options.pack_method} if compressed else {})
     with fresh_directory(export_dir, overwrite, size_of(tensors)) as directory:
         save_file(tensors, directory / f"{model_type}.safetensors", metadata={"format": "pt"})
         write_json(directory / f"{model_type}.json", described)
@@ -295,6 +288,16 @@ def _build(config: Any, reader: CheckpointReader, path: Path) -> nn.Module:
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError("The JSON file names no architecture: pass the model to fill.")
     return empty_model(made_config(config, path), reader.entries, path)
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Return the contents of the JSON file, without the order of packed codes."""
+    config: Any = getattr(model, "config", None)
+    return {
+        "version": __version__,
+        "config": config.to_dict() if hasattr(config, "to_dict") else {},
+        "structure": _structure(model),
+    }
 
 
 def _structure(model: nn.Module) -> dict[str, Any]:

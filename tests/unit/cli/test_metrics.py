@@ -142,7 +142,7 @@ def test_refusals(flags, said, refused, harness, model_dir, tmp_path, monkeypatc
     assert said in refused("quantize", *place, *flags)
 
 
-@pytest.mark.parametrize("flag", [("num_fewshot", 2), ("task_limit", 3), ("apply_chat_template",)])
+@pytest.mark.parametrize("flag", [("num_fewshot", 0), ("task_limit", 3), ("apply_chat_template",)])
 def test_flags_of_tasks_without_tasks(flag, refused, model_dir):
     flags = [f"--{flag[0]}", *flag[1:]]
     assert f"--{flag[0]}: needs --tasks" in refused("evaluate", model_dir, *flags)
