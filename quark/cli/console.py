@@ -245,6 +245,22 @@ def wrong(flag: str, message: str) -> typer.BadParameter:
 
 
 @contextmanager
+def blaming(flag: str) -> Iterator[None]:
+    """Turn an error of a value inside of the context into the error of a flag.
+
+    Args:
+        flag: The flag that has the value.
+
+    Raises:
+        typer.BadParameter: A ``ValueError`` was raised.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise wrong(flag, str(error)) from None
+
+
+@contextmanager
 def stage(text: str, spinner: bool = False) -> Iterator[None]:
     """Show a step of the work and, after it, the time it took.
 

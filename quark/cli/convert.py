@@ -91,15 +91,20 @@ def convert(
     source = find_model(source, "IN")
     if not source.exists():
         raise console.wrong("IN", f"there is no {source}. Give a checkpoint's directory or file.")
+    from quark.torch.export.conversion import check_apart, check_kinds
+    from quark.torch.export.conversion import convert as write
+    from quark.torch.export.recognition import recognize_container
+
+    with console.blaming("OUT"):
+        check_apart(source, target)
     check_directory("OUT", target, overwrite)
     if private and push_to_hub is None:
         raise console.wrong("--private", "needs --push_to_hub.")
     if push_to_hub is not None:
         check_upload(push_to_hub)
     check_quantized(source, "IN")
-    from quark.torch.export.conversion import convert as write
-    from quark.torch.export.recognition import recognize_container
-
+    with console.blaming("--to"):
+        check_kinds(source, to)
     with console.stage(f"writing {to}"):
         verdict = write(source, target, to, overwrite, verify, trust_remote_code, check_digests)
     before = models.weight_bytes(source)

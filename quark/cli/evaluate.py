@@ -32,6 +32,7 @@ from quark.cli.options import (
     Tasks,
     TrustRemoteCode,
     add_verb,
+    check_task_flags,
     counted_windows,
     panel,
 )
@@ -149,6 +150,9 @@ def evaluate(
 ) -> None:
     """Evaluate one or two models on the same windows and tasks."""
     models.check_runtime(runtime, max_memory)
+    options: Any = {"include_path": include_path, "num_fewshot": num_fewshot}
+    options |= {"task_limit": task_limit, "apply_chat_template": apply_chat_template or None}
+    check_task_flags(tasks, [name for name, value in options.items() if value is not None])
     names = [str(path) for path in (original, model_dir) if path is not None]
     model_dir = find_model(model_dir, "MODEL_DIR")
     original = None if original is None else find_model(original, "--original")
@@ -158,15 +162,14 @@ def evaluate(
     length = lengths.window_length(described, seq_len, SEQ_LEN)
     directories = [model_dir] if original is None else [original, model_dir]
     place: Any = {"device": accelerators.pick_device(device), "max_memory": max_memory}
-    place["trust_remote_code"] = trust_remote_code
-    windows_of_text = counted_windows(limit)
-    work: Any = {"length": length, "evaluated": windows_of_text, "evaluated_batch": batch_size}
+    place |= {"trust_remote_code": trust_remote_code, "dtype": data_type}
+    work: Any = {"evaluated": counted_windows(limit), "evaluated_batch": batch_size}
     for directory in directories:
         is_checked = check_digests and directory is model_dir
         models.check_model(directory, trust_remote_code, is_checked)
         check_predicts_text(directory, "MODEL_DIR", _REMEDY, trust_remote_code)
         check_measurement(
-            Measurement(source=directory, **work, keeps_codes=True, **place, dtype=data_type)
+            Measurement(source=directory, length=length, **work, keeps_codes=True, **place)
         )
     with console.stage("reading text"):
         # A checkpoint may lack a tokenizer; the original has one.
@@ -177,7 +180,7 @@ def evaluate(
     measures = Measures(
         windows, tokenizer, window_batch=batch_size, tasks=chosen, task_batch=str(batch_size)
     )
-    load = partial(models.load_model, dtype=data_type, runtime=runtime, **place)
+    load = partial(models.load_model, runtime=runtime, **place)
     if max_memory is not None:
         _check_room(directories, load, measures)
     rows = [

@@ -99,15 +99,21 @@ def find_container(path: Path, flag: str) -> Container:
 
 
 def check_quantized(directory: Path, flag: str) -> None:
-    """Check that a checkpoint says how it was quantized.
+    """Check that a checkpoint says how it was quantized, in codes that are read.
 
     Raises:
         ValueError: A file is damaged.
-        typer.BadParameter: It is the checkpoint of a float model, or none.
+        typer.BadParameter: It is the checkpoint of a float model, or none, or of its blocks only
+            values are read.
     """
-    if not find_container(directory, flag).is_quantized(directory):
-        raise wrong(
-            flag,
-            f"{directory} is not a quantized checkpoint. Quantize the model first: "
-            f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_32.",
-        )
+    container = find_container(directory, flag)
+    if container.is_quantized(directory) and container.has_codes(directory):
+        return
+    found = "is not a quantized checkpoint"
+    if container.contents(directory).summary.layers:
+        found = "has blocks of which values alone are read"
+    raise wrong(
+        flag,
+        f"{directory} {found}. Quantize the model first: "
+        f"quark quantize --model_dir {directory} --output_dir OUT --quant_scheme int4_wo_32.",
+    )

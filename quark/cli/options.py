@@ -214,7 +214,23 @@ ChatTemplate = Annotated[
         "--apply_chat_template", help="Apply the chat template of the model to the questions."
     ),
 ]
+_TASK_FLAGS = {"include_path", "num_fewshot", "task_limit", "apply_chat_template"}
 Json = Annotated[bool, _other("--json", help="Print JSON instead of tables.")]
+
+
+def check_task_flags(tasks: str | None, given: Iterable[str]) -> None:
+    """Refuse flags of tasks where there are none.
+
+    Args:
+        tasks: Names of the tasks, or None.
+        given: Names of the flags that are given, of any kind.
+
+    Raises:
+        typer.BadParameter: One has no effect.
+    """
+    idle = [name for name in given if name in _TASK_FLAGS]
+    if idle and not tasks:
+        raise wrong(f"--{min(idle)}", "needs --tasks.")
 
 
 def _shared_flag(

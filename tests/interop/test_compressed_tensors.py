@@ -127,6 +127,47 @@ def test_what_they_write(build, quantize, export, load, logits, tmp_path, case):
     assert logits(back).equal(logits(model))
 
 
+def write_preset(model, name, path):
+    """Quantize a model by a preset of compressed-tensors and let it write the checkpoint."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    groups = {"group_0": preset_name_to_scheme(name, ["Linear"])}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for layer in model.modules():
+        if hasattr(layer, "quantization_scheme"):
+            args, weight = layer.quantization_scheme.weights, layer.weight.data
+            blocks = weight.unflatten(-1, (-1, args.group_size))
+            scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+            layer.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(path)
+    compressor.update_config(path)
+    compressor.decompress_model(model)
+    model.float()  # MX weights become bfloat16, which has their values
+
+
+@pytest.mark.parametrize("name", ["W4AFP8", "MXFP4XFP8"])
+def test_presets_with_inputs_that_are_read_alone(build, tmp_path, name):
+    """Weights are those of their compressor, and inputs are quantized as they do."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    theirs = build(**sizes)
+    write_preset(theirs, name, tmp_path / "theirs")
+    read = ModelImporter(tmp_path / "theirs", "safetensors").import_model_info(build(**sizes))
+    layers = {n: m for n, m in theirs.named_modules() if hasattr(m, "quantization_scheme")}
+    assert len(layers) == 14
+    for path, layer in layers.items():
+        own = read.get_submodule(path)
+        assert own.quantized_tensor("weight").value(torch.float32).equal(layer.weight), path
+        x = torch.randn(2, 3, layer.in_features)  # theirs are batches of tokens
+        expected = layer(x)
+        assert not expected.equal(x @ layer.weight.T)  # they quantize inputs too
+        torch.testing.assert_close(own(x), expected, rtol=0, atol=1e-4)
+
+
 ROTATED = RotationConfig(
     r2=True,
     rotation_size=32,

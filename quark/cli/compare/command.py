@@ -31,6 +31,7 @@ from quark.cli.options import (
     Tasks,
     TrustRemoteCode,
     add_verb,
+    check_task_flags,
     counted_windows,
     panel,
     verb,
@@ -226,6 +227,8 @@ def _check_flags(request: CompareRequest, directories: list[Path]) -> None:
             "--speed", "a model that is read in parts has the speed of the disk. Leave it out."
         )
     check_prompt(request.prompt)
+    of_prompt = set() if request.prompt is None else {"apply_chat_template"}
+    check_task_flags(request.tasks, request.given - of_prompt)
     models.check_text(request.dataset, "--dataset")
     if request.output is not None:
         check_page(request.output, request.overwrite)

@@ -40,7 +40,7 @@ from quark.cli.quantize.graph_job import run_graph
 from quark.cli.quantize.group_fit import fit_groups
 from quark.cli.quantize.loading import load, load_params
 from quark.cli.quantize.outline import describe_float_layers, why_not_kept
-from quark.cli.quantize.output import check_writable, write
+from quark.cli.quantize.output import check_word_order, check_writable, write
 from quark.cli.quantize.plan import RunPlan, check_plan, make_plan
 from quark.cli.quantize.progress import is_finished, note_output, open_journal
 from quark.cli.quantize.request import Request, check_flags, check_places
@@ -106,6 +106,7 @@ def _read_options(request: Request, described: dict[str, Any]) -> _Options:
         typer.BadParameter: A flag has a wrong value.
     """
     config = make_config(request, str(described.get("model_type", "")))
+    check_word_order(request, config)
     if request.finish is not None:
         read_options(request)
     devices = accelerators.pick_devices(request.device)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 from rich.markup import escape
@@ -22,6 +22,28 @@ if TYPE_CHECKING:
 
     from quark.torch.export.containers.base import ExportSettings
     from quark.torch.quantization.config.config import Config
+
+
+def check_word_order(request: Request, config: Config) -> None:
+    """Check that an order of codes that is given orders some.
+
+    Args:
+        request: The flags.
+        config: How the model will be, or is, quantized.
+
+    Raises:
+        typer.BadParameter: No weight has codes with several orders.
+    """
+    from quark.torch.quantization.config.export import PACK_METHODS
+
+    if request.pack_method == PACK_METHODS[0]:
+        return
+    by_name, by_type = config.layer_quant_config, config.layer_type_quant_config
+    layers = [config.global_quant_config, *by_name.values(), *by_type.values()]
+    weights = [spec for layer in layers for spec in (layer.weight, layer.bias) if spec is not None]
+    if not any(spec.coded.fmt.has_word_orders for spec in weights):
+        why = "only 4-bit integers in words of 32 bits have several orders, and no weight has them"
+        raise console.wrong("--pack_method", f"{why}. Leave it out.")
 
 
 def check_writable(request: Request, model: nn.Module, config: Config | None) -> None:
@@ -41,6 +63,8 @@ def check_writable(request: Request, model: nn.Module, config: Config | None) ->
     from quark.torch.export.writability import check_exports, stored_size
     from quark.torch.quantization.checks import temporarily_quantized
 
+    if config is None and request.exports:
+        check_word_order(request, cast("Config", model.quant_config))
     try:
         if request.exports:
             settings = export_settings(request, None)

@@ -11,6 +11,7 @@ from quark.cli.console import wrong
 from quark.cli.hub import check_repository_name, check_upload
 from quark.cli.model_files import GRAPH_SUFFIX, PYTHON_ENTRY
 from quark.cli.models import read_config
+from quark.cli.options import check_task_flags
 from quark.cli.outputs import check_directory, check_offload_directory
 from quark.cli.quantize.compatibility import CompatibilityFlags, check_compatibility
 from quark.cli.quantize.flags import (
@@ -24,9 +25,24 @@ from quark.cli.quantize.flags import (
 from quark.cli.quantize.graph_flags import GraphFlags
 from quark.cli.quantize.reload_flags import ReloadFlags
 from quark.cli.quantize.scheme_flags import SchemeFlags
+from quark.torch.quantization.config.export import PACK_METHODS, WEIGHT_FORMATS
 
 logger = logging.getLogger(__name__)
 
+# Flag -> the flag without which it has no effect.
+_NEEDED = {
+    "save_dir": "params_save",
+    "metrics_output_dir": "save_metrics_to_csv",
+    "ppl_eval_for_kv_cache_context_size": "use_ppl_eval_for_kv_cache",
+    "ppl_eval_for_kv_cache_sample_size": "use_ppl_eval_for_kv_cache",
+    "ppl_eval_for_kv_cache_patch_size": "use_ppl_eval_for_kv_cache",
+}
+# Flag of a layout -> its default.
+_LAYOUT_FLAGS = {
+    "custom_mode": "quark",
+    "export_weight_format": WEIGHT_FORMATS[0],
+    "pack_method": PACK_METHODS[0],
+}
 SOURCES = ("quant_scheme", "recipe", "config")  # flags that give a configuration; one of them
 EVALUATION_BATCH = 8  # windows per batch where --eval_batch_size is auto
 
@@ -237,8 +253,9 @@ def _check_containers(request: Request) -> None:
 
     containers = [get_container(name) for name in request.exports]
     for container in containers:
-        if not container.has_formats and request.custom_mode != "quark":
-            raise wrong("--custom_mode", f"{container.title} has one layout. Leave it out.")
+        for name, default in _LAYOUT_FLAGS.items():
+            if not container.has_formats and getattr(request, name) != default:
+                raise wrong(f"--{name}", f"{container.title} has one layout. Leave it out.")
         try:
             container.check_installed()
         except ImportError as error:
@@ -340,10 +357,13 @@ def _check_evaluation(request: Request) -> None:
     for name in sorted(request.given & measured):
         if request.skip_evaluation:
             raise wrong(f"--{name}", "conflicts with --skip_evaluation. Leave one of them out.")
-    for name in ("include_path", "num_fewshot", "apply_chat_template"):
-        if request.tasks is None and name in request.given:
-            raise wrong(f"--{name}", "needs --tasks.")
+    check_task_flags(request.tasks, request.given)
+    for name, needed in _NEEDED.items():
+        if name in request.given and not getattr(request, needed):
+            raise wrong(f"--{name}", f"needs --{needed}.")
     if not re.fullmatch(r"auto(:[1-9]\d*)?|[1-9]\d*", request.eval_batch_size):
         raise wrong(
             "--eval_batch_size", f"expected N, auto or auto:N, not {request.eval_batch_size}."
         )
+    if "max_eval_batch_size" in request.given and not request.eval_batch_size.startswith("auto"):
+        raise wrong("--max_eval_batch_size", "needs --eval_batch_size auto.")

@@ -85,15 +85,16 @@ class ModelExporter:
 
         Args:
             model: A frozen model, or one that was imported. It is not changed.
-            quant_config: How it was quantized; by default what the model remembers.
+            quant_config: How it was quantized; by default what the model remembers. Another one
+                must say the same of every layer.
             custom_mode: Checkpoint format, a name of ``FORMATS`` (`export/formats/registry.py`).
             tokenizer: Tokenizer to write beside the model.
             max_shard_size: Size above which tensors are spread over several files.
 
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
-            ValueError: The model is not quantized or not frozen, or the format is unknown or cannot
-                hold it.
+            ValueError: The model is not quantized or not frozen, ``quant_config`` does not describe
+                it, or the format is unknown or cannot hold it.
             OSError: The disk is too full. Nothing is left behind.
         """
         settings = ExportSettings(

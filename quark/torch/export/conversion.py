@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quark.torch.digests import check_unchanged
 from quark.torch.export.api import ModelExporter
-from quark.torch.export.containers.base import ExportSettings, get_container
+from quark.torch.export.containers.base import Container, ExportSettings, get_container
 from quark.torch.export.containers.registry import SAFETENSORS, conversion_targets
 from quark.torch.export.formats.registry import FORMATS
 from quark.torch.export.recognition import naming, recognize_container
@@ -56,12 +56,10 @@ def convert(
     check_types(bool, trust_remote_code=trust_remote_code, check_digests=check_digests)
     source, target = Path(source), Path(target)
     to = one_of(to, conversion_targets(), "to")
-    if target.resolve() in (source.resolve(), *source.resolve().parents):
-        raise ValueError(f"{target} holds the checkpoint itself: choose another directory.")
+    check_apart(source, target)
+    check_kinds(source, to)
     origin = recognize_container(source)
-    container = get_container(SAFETENSORS if to in FORMATS else to)
-    if origin.name == container.name and not container.has_formats:
-        raise ValueError(f"{source} is {container.title} already.")
+    container = _container_of(to)
     container.check_installed()
     check_vacant(target, overwrite)
     if check_digests:
@@ -77,3 +75,29 @@ def convert(
         model = loading.fill()
     exporter.export(container.name, model, settings)
     return exporter.verdict
+
+
+def check_apart(source: Path, target: Path) -> None:
+    """Check that the directory to write is not that of the checkpoint, and not around it.
+
+    Raises:
+        ValueError: It is.
+    """
+    if target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise ValueError(f"{target} holds the checkpoint itself: choose another directory.")
+
+
+def check_kinds(source: Path, to: str) -> None:
+    """Check that the checkpoint is not yet what it is converted to.
+
+    Raises:
+        ValueError: It is of a container with one layout, and would be written to the same.
+    """
+    container = _container_of(to)
+    if recognize_container(source).name == container.name and not container.has_formats:
+        raise ValueError(f"{source} is {container.title} already.")
+
+
+def _container_of(to: str) -> Container:
+    """Return the container that is written for a format or a container, by its name."""
+    return get_container(SAFETENSORS if to in FORMATS else to)

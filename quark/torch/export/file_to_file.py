@@ -21,6 +21,7 @@ from quark.torch.export.checkpoint.computed_buffers import compute_buffers
 from quark.torch.export.checkpoint.config_json import SECTION, note_run, read_config_json
 from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.files import CheckpointReader
+from quark.torch.export.checkpoint.float_model import report_unused
 from quark.torch.export.checkpoint.float_source import (
     FloatSource,
     fill_with_placeholders,
@@ -169,7 +170,10 @@ def _open(source: Path, trust_remote_code: bool) -> tuple[nn.Module, Reader]:
     """
     described = read_config_json(source)
     if is_known(described) or (trust_remote_code and described.get("auto_map")):
-        return open_in_float(source, trust_remote_code=trust_remote_code)
+        model, files = open_in_float(source, trust_remote_code=trust_remote_code)
+        if isinstance(files, CheckpointReader):  # what is quantized uses every tensor
+            report_unused(source, model, files)
+        return model, files
     if described.get(SECTION):
         raise ValueError(
             f"{source} is quantized, and Transformers does not know its architecture "

@@ -1,13 +1,15 @@
 """Parameters of a quantized model with a JSON description of its structure.
 
 ``<model_type>.json`` has the version, the configuration of the model and the tree of its modules
-with the specification of each quantized tensor; ``<model_type>.safetensors`` has the tensors.
+with the specification of each quantized tensor; ``<model_type>.safetensors`` has the tensors. Of
+packed codes it also has their order (``pack_method``), which files of earlier versions lack.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 FLOAT_OPTIONS = JsonExporterConfig(weight_format="fake_quantized")  # without ``compressed``
+_ORDER = "pack_method"  # key of the order of packed codes
 _SPEC_KEYS = {name: f"{short}_quant" for name, short in SHORT_NAMES.items()}
 
 
@@ -93,14 +96,10 @@ def save_params(
         _write_archive(archive, Path(export_dir), f"{model_type}_quantized.pth", overwrite)
         return
     check_params(model)
-    fmt = make_format(model, None, _options(compressed, reorder), "quark")
+    options = _options(compressed, reorder)
+    fmt = make_format(model, None, options, "quark")
     tensors = {name: t.detach().cpu().contiguous() for name, t in collect(model, fmt).items()}
-    config: Any = getattr(model, "config", None)
-    described = {
-        "version": __version__,
-        "config": config.to_dict() if hasattr(config, "to_dict") else {},
-        "structure": _structure(model),
-    }
+    described = _describe(model) | ({_ORDER: options.pack_method} if compressed else {})
     with fresh_directory(export_dir, overwrite, size_of(tensors)) as directory:
         save_file(tensors, directory / f"{model_type}.safetensors", metadata={"format": "pt"})
         write_json(directory / f"{model_type}.json", described)
@@ -178,7 +177,7 @@ def load_params(
         pth_path: The archive of a graph, with ``fx_graph_mode``; the other files are not needed.
         quant_mode: Whether to load a graph.
         compressed: As given to ``save_params``.
-        reorder: As given to ``save_params``.
+        reorder: As given to ``save_params``, for files of earlier versions; others record it.
         check_digests: Whether both files are first compared with the digests that were written
             with them.
 
@@ -207,7 +206,10 @@ def load_params(
         raise FileNotFoundError(f"{path} does not exist.")
     reader = CheckpointReader(path.parent, path.name)
     config = _described_config(described, reader)
-    fmt = get_format("quark", config, _options(compressed, reorder))
+    options = _options(compressed, reorder)
+    if _ORDER in described:
+        options = replace(options, pack_method=described[_ORDER])
+    fmt = get_format("quark", config, options)
     if model is None:
         model = _build(described.get("config"), reader, Path(json_path))
     with naming(path):
@@ -286,6 +288,16 @@ def _build(config: Any, reader: CheckpointReader, path: Path) -> nn.Module:
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError("The JSON file names no architecture: pass the model to fill.")
     return empty_model(made_config(config, path), reader.entries, path)
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Return the contents of the JSON file, without the order of packed codes."""
+    config: Any = getattr(model, "config", None)
+    return {
+        "version": __version__,
+        "config": config.to_dict() if hasattr(config, "to_dict") else {},
+        "structure": _structure(model),
+    }
 
 
 def _structure(model: nn.Module) -> dict[str, Any]:

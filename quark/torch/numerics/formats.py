@@ -129,6 +129,11 @@ class Format:
         return f"int{wide}" if self.signed else f"uint{wide}"
 
     @property
+    def has_word_orders(self) -> bool:
+        """Whether codes lie in 32-bit words in one of several orders; see ``numerics.packing``."""
+        return self.word_codes > 1 and self.storage_type == "int32"
+
+    @property
     def storage_type(self) -> str:
         """Name of the type of a tensor of packed codes."""
         return self.word_dtype or self.code_type

@@ -193,6 +193,6 @@ def _shifts(fmt: Format, pack_method: str) -> list[int]:
     places = list(range(fmt.word_codes))
     if fmt.first_high:
         places.reverse()
-    elif fmt.storage_dtype == torch.int32:
+    elif fmt.has_word_orders:
         places = [ORDERS[pack_method].index(i) for i in places]
     return [fmt.bits * place for place in places]

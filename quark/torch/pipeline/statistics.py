@@ -19,6 +19,8 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
+GIVE_DATA = "give data (dataloader, or --dataset)"  # what to do, in Python and in commands
+
 
 class Probe(NamedTuple):
     """The effect on the model of rounding the weights of one unit alone to a few bits.
@@ -169,7 +171,7 @@ class Statistics:
         if first is None:
             raise ValueError(
                 f"The statistics lack {name}: they hold linear layers of decoder blocks only. "
-                "Exclude it, or pass a dataloader instead."
+                f"Exclude it, or {GIVE_DATA} instead."
             )
         return first
 
@@ -193,7 +195,8 @@ class Statistics:
                     )
                     raise ValueError(
                         f"{name}.{tensor}: {kind} needs the data itself; statistics hold ranges "
-                        "of whole tensors and of channels, and histograms. Pass a dataloader."
+                        "of whole tensors and of channels, and histograms. "
+                        f"Leave the statistics out, and {GIVE_DATA}."
                     )
 
 

@@ -18,7 +18,7 @@ from quark.torch.pipeline.context import Algorithm, Context
 from quark.torch.pipeline.input_hooks import InfiniteInput
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.random_sequences import add_random_sequences
-from quark.torch.pipeline.statistics import Statistics
+from quark.torch.pipeline.statistics import GIVE_DATA, Statistics
 from quark.torch.pipeline.tensor_ranges import ranges_suffice
 from quark.torch.quantization.calibration import (
     compute_weight_scales,
@@ -190,26 +190,29 @@ def check_from_statistics(
     if is_static and not names:
         return
     if len(names) != 1 or names[0] not in FROM_STATISTICS:
+        served = f"one algorithm, {' or '.join(FROM_STATISTICS)}, and static activation ranges"
+        if not names:
+            raise ValueError(f"statistics serve {served}, got none. Leave the statistics out.")
         raise ValueError(
-            f"statistics serve one algorithm, {' or '.join(FROM_STATISTICS)}, and static "
-            f"activation ranges, got {', '.join(names) or 'none'}: other algorithms change the "
-            "inputs of layers, or need the data itself. Pass a dataloader instead."
+            f"statistics serve {served}, got {', '.join(names)}: other algorithms change the "
+            f"inputs of layers, or need the data itself. Leave the statistics out, and "
+            f"{GIVE_DATA}."
         )
     if getattr(algorithms[0][1], "true_sequential", False):
         raise ValueError(
             "gptq: true_sequential=True observes each layer after earlier ones are rounded, so "
-            "statistics of the float model do not apply. Leave it out, or pass a dataloader "
-            "instead."
+            "statistics of the float model do not apply. Leave it out, or "
+            f"{GIVE_DATA} instead."
         )
     if getattr(algorithms[0][1], "choose_damping", False):
         raise ValueError(
             "gptq: choose_damping=True holds a part of the data back, and statistics are sums over "
-            "all of it. Leave it out, or pass a dataloader instead."
+            f"all of it. Leave it out, or {GIVE_DATA} instead."
         )
     if _random_share(algorithms[0][1]):
         raise ValueError(
             f"{names[0]}: random_tokens adds sequences to the data, and statistics are sums over "
-            "the data alone. Leave it out, or pass a dataloader instead."
+            f"the data alone. Leave it out, or {GIVE_DATA} instead."
         )
 
 

@@ -223,7 +223,7 @@ class ModelQuantizer:
                         apply_algorithms(model, plan, structure, journal)
                 calibrate(model, plan)
             share_token_counts(model)
-            mark_as_quantized(model, plan.config)
+            mark_as_quantized(model, plan.config, self.config)
             note_run(model, plan.config, plan.data_digest, widens_products(model))
             logger.info("Model quantization has been completed.")
         return model

@@ -22,7 +22,7 @@ from quark.torch.pipeline.data_source import check_batches, make_repeatable
 from quark.torch.pipeline.model_state import restored
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.run_request import identify_files, model_files, thread_count
-from quark.torch.pipeline.statistics import Statistics
+from quark.torch.pipeline.statistics import GIVE_DATA, Statistics
 from quark.torch.quantization.algorithms import check_algorithms, find_algorithms
 from quark.torch.quantization.calibration import needs_data, requires_data
 from quark.torch.quantization.config.attention import softmax_layers
@@ -130,7 +130,7 @@ def _check_statistics(
     if config.moe_calibrate_all_experts:
         raise ValueError(
             "moe_calibrate_all_experts: statistics have the tokens that routers sent to each "
-            "expert. Leave it out, or pass a dataloader instead."
+            f"expert. Leave it out, or {GIVE_DATA} instead."
         )
     statistics.check(model, batches)
 

@@ -17,7 +17,7 @@ from quark.torch.quantization.config.match import assign, literal
 from quark.torch.quantization.config.resolution import resolve_names
 from quark.torch.quantization.model_shape import name_of_kind
 from quark.torch.quantization.nn.experts import temporarily_split_experts
-from quark.torch.quantization.nn.layer import input_axis
+from quark.torch.quantization.nn.layer import QuantizedLayer, float_class, input_axis
 from quark.torch.quantization.nn.operators import is_operator
 from quark.torch.quantization.preparation import find_undivided_axis
 
@@ -40,7 +40,7 @@ def fit_group_sizes(model: nn.Module, config: Config) -> tuple[Config, dict[str,
     Inputs of 72 and 100 values are one group.
 
     Args:
-        model: The float model; its parameters need no values. It is unchanged afterwards.
+        model: The model; its parameters need no values. It is unchanged afterwards.
         config: How it will be quantized.
 
     Returns:
@@ -56,7 +56,7 @@ def common_group_size(model: nn.Module, config: Config) -> int | None:
     """Return a smaller group size that divides all weights with groups: 128, 64, 32, 16 or 8.
 
     Args:
-        model: The float model; its parameters need no values. It is unchanged afterwards.
+        model: The model; its parameters need no values. It is unchanged afterwards.
         config: How it will be quantized.
 
     Returns:
@@ -82,7 +82,7 @@ def fit_super_blocks(model: nn.Module, config: Config) -> tuple[Config, dict[str
     the layers that read hidden values, but stays in those that read the MLP.
 
     Args:
-        model: The float model; its parameters need no values. It is unchanged afterwards.
+        model: The model; its parameters need no values. It is unchanged afterwards.
         config: How it will be quantized.
 
     Returns:
@@ -114,7 +114,7 @@ def fit_rotation_size(model: nn.Module, config: Config) -> tuple[Config, int | N
     for a model with 48 hidden values and 96 in its MLPs.
 
     Args:
-        model: The float model; its parameters need no values. It is unchanged afterwards.
+        model: The model; its parameters need no values. It is unchanged afterwards.
         config: How it will be quantized.
 
     Returns:
@@ -141,7 +141,7 @@ def _fit(
     """Return a configuration with another one for some kinds of layers, and these by name pattern.
 
     Args:
-        model: The float model.
+        model: The model.
         config: How it will be quantized.
         replacement: Returns the configuration for layers of some shapes, or None to leave theirs.
     """
@@ -164,13 +164,20 @@ def _quantized_layers(
 ) -> tuple[dict[str, QuantizationConfig], dict[str, Shape | None]]:
     """Return how each layer is quantized, and its shape, by name."""
     with temporarily_split_experts(model):
-        operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+        modules = dict(model.named_modules())
+        operators = {
+            name: float_class(module) if isinstance(module, QuantizedLayer) else type(module)
+            for name, module in modules.items()
+            if isinstance(module, QuantizedLayer) or is_operator(type(module))
+        }
         layers = assign(operators, resolve_names(config, model))
-        return layers, {name: _shape_of(model.get_submodule(name)) for name in layers}
+        return layers, {name: _shape_of(modules[name]) for name in layers}
 
 
 def _shape_of(module: Any) -> Shape | None:
     """Return the type and the shape of the weight of a layer, or None if it has no weight."""
+    if isinstance(module, QuantizedLayer):
+        return module.float_class, module.shape("weight")
     weight = getattr(module, "weight", None)
     return None if weight is None else (type(module), tuple(weight.shape))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -95,13 +96,19 @@ def is_training(model: nn.Module) -> bool:
     return any(q.is_following or q.has_updates for q in quantizers)
 
 
-def mark_as_quantized(model: nn.Module, config: Config) -> None:
+def mark_as_quantized(model: nn.Module, config: Config, given: Config | None = None) -> None:
     """Let a model remember its configuration, and refuse to be saved as if it were in float.
 
     Layers that are frozen already, by an algorithm, end their training.
+
+    Args:
+        model: The quantized model.
+        config: Its configuration, with the names of its modules.
+        given: The configuration before names were resolved, if there was another.
     """
     holder: Any = model
     holder.quant_config = config
+    holder._given_config = deepcopy(given)
     if hasattr(model, "save_pretrained"):
         holder.save_pretrained = partial(save_in_training, model)
     for _, layer in quantized_layers(model):

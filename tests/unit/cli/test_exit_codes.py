@@ -3,6 +3,7 @@
 import os
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -105,6 +106,49 @@ def test_a_weight_that_is_nan_is_named_before_the_evaluation(model_dir, text, pl
     call += ["--quant_algo", "gptq", "--dataset", text, "--eval_data", text, "--seq_len", 16]
     said = refused("quantize", *call, *TEXT, code=1)
     assert said.startswith("error: model.layers.1.mlp.down_proj.weight has NaN")
+
+
+@pytest.mark.parametrize("kind", ["F32", "IQ4_XS"])
+def test_a_file_without_codes(kind, place, refused):
+    """Values of any GGUF file are read, and a conversion needs codes."""
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(place / "x.gguf", "llama")
+    dtype = getattr(gguf.GGMLQuantizationType, kind)
+    weight = np.zeros((2, 256), np.float32)
+    if kind != "F32":
+        weight = np.zeros((2, 136), np.uint8)  # a block of 256 weights a row
+    writer.add_tensor("blk.0.attn_q.weight", weight, raw_dtype=dtype)
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    said = refused("convert", "x.gguf", "OUT", "--to", "quark", code=2)
+    values = "has blocks of which values alone are read"
+    found = "is not a quantized checkpoint" if kind == "F32" else values
+    assert f"x.gguf {found}. Quantize the model first" in said
+
+
+def test_a_target_that_holds_the_source(place, refused):
+    for target in ("CHECKPOINT", "."):
+        call = ["CHECKPOINT", target, "--to", "compressed-tensors", "--overwrite"]
+        assert "holds the checkpoint itself" in refused("convert", *call, code=2)
+    assert (place / "CHECKPOINT" / "model.safetensors").is_file()
+
+
+def test_a_conversion_to_what_it_is(model_dir, place, quark, refused):
+    call = ["--model_dir", model_dir, "--output_dir", "G", "--quant_scheme", "q4_0"]
+    assert quark("quantize", *call, "--skip_evaluation", "--model_export", "gguf").exit_code == 0
+    assert "is a GGUF file already" in refused("convert", "G", "OUT", "--to", "gguf", code=2)
+
+
+def test_statistics_that_nothing_reads(model_dir, text, place, quark, refused):
+    """The advice is one that the command can follow."""
+    call = ["--model_dir", model_dir, "--output_dir", "S", "--dataset", text, *TEXT]
+    assert quark("collect", *call, "--seq_len", 16).exit_code == 0
+    call = ["--model_dir", model_dir, "--quant_scheme", "int4_wo_32", "--statistics", "S"]
+    said = refused("quantize", *call, "--skip_evaluation", code=2)
+    assert "Leave the statistics out." in said and "dataloader" not in said
+    for algorithm in ("qronos", "awq,gptq"):
+        said = refused("quantize", *call, "--quant_algo", algorithm, "--skip_evaluation", code=2)
+        assert "Leave the statistics out, and give data (dataloader, or --dataset)" in said
 
 
 @pytest.mark.parametrize("verb", CALLS)

@@ -142,6 +142,16 @@ def test_refusals(flags, said, refused, harness, model_dir, tmp_path, monkeypatc
     assert said in refused("quantize", *place, *flags)
 
 
+@pytest.mark.parametrize("flag", [("num_fewshot", 0), ("task_limit", 3), ("apply_chat_template",)])
+def test_flags_of_tasks_without_tasks(flag, refused, model_dir):
+    flags = [f"--{flag[0]}", *flag[1:]]
+    assert f"--{flag[0]}: needs --tasks" in refused("evaluate", model_dir, *flags)
+    if flag[0] != "task_limit":
+        assert f"--{flag[0]}: needs --tasks" in refused("compare", model_dir, "other", *flags)
+        place = ["--model_dir", model_dir, "--quant_scheme", "int8_wo"]
+        assert f"--{flag[0]}: needs --tasks" in refused("quantize", *place, *flags)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(9.9999, "+0.0 %"), (10.0001, "+0.0 %"), (9.9, "-1.0 %")]
 )

@@ -59,7 +59,43 @@ def test_word_order_of_packed_codes(build, quantize, logits, tmp_path):
         stored.append(load_file(path / "llama.safetensors")["model.layers.0.mlp.up_proj.weight"])
         found = load_params(build(), **files(path), compressed=True, reorder=reorder)
         assert torch.equal(logits(found), logits(model))
+        other = load_params(build(), **files(path), compressed=True, reorder=not reorder)
+        assert torch.equal(logits(other), logits(model))  # the order in the file is used
     assert not stored[0].equal(stored[1])
+
+
+def test_word_order_of_files_that_do_not_record_it(build, quantize, logits, tmp_path):
+    """Files of earlier versions, and of AMD Quark, leave it to the caller."""
+    model = quantize(build(), "uint4_wo_32")
+    for reorder in (True, False):
+        path = tmp_path / str(reorder)
+        save_params(model, "llama", export_dir=path, compressed=True, reorder=reorder)
+        described = json.loads((path / "llama.json").read_text())
+        assert described.pop("pack_method") == ("reorder" if reorder else "order")
+        (path / "llama.json").write_text(json.dumps(described))
+        found = load_params(build(), **files(path), compressed=True, reorder=reorder)
+        assert torch.equal(logits(found), logits(model))
+        if reorder:  # the default
+            found = load_params(build(), **files(path), compressed=True)
+            assert torch.equal(logits(found), logits(model))
+
+
+@pytest.mark.parametrize("order", ["backwards", 3, None])
+def test_an_unknown_word_order_is_refused(build, quantize, unchanged, tmp_path, order):
+    save_params(
+        quantize(build(), "uint4_wo_32"), "llama", export_dir=tmp_path / "x", compressed=True
+    )
+    paths = files(tmp_path / "x")
+    described = json.loads(paths["json_path"].read_text())
+    paths["json_path"].write_text(json.dumps({**described, "pack_method": order}))
+    model = build()
+    with unchanged(model), pytest.raises((TypeError, ValueError), match="pack_method"):
+        load_params(model, **paths, compressed=True)
+
+
+def test_float_weights_have_no_word_order(build, quantize, tmp_path):
+    save_params(quantize(build(), "uint4_wo_32"), "llama", export_dir=tmp_path / "x")
+    assert "pack_method" not in json.loads((tmp_path / "x" / "llama.json").read_text())
 
 
 @pytest.mark.parametrize("version", [None, "0.13"])

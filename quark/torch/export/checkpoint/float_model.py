@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +138,10 @@ def match_headers(model: nn.Module, reader: Any) -> Any:
     """
     reader = rename_for_model(reader, model)
     needed = model.state_dict()
-    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"inv_freq$"]
     unused = set(unused_names(reader.entries, needed))
 
     def may_ignore(name: str) -> bool:
-        return name in unused or any(re.search(pattern, name) for pattern in patterns)
+        return name in unused or _is_ignored(name, model)
 
     check_headers(
         reader.entries,
@@ -151,6 +151,31 @@ def match_headers(model: nn.Module, reader: Any) -> Any:
         type(model).__name__,
     )
     return reader
+
+
+def report_unused(directory: Path, model: nn.Module, reader: Any) -> None:
+    """Warn of tensors that files hold and a float model does not use, as if it were loaded.
+
+    Args:
+        directory: Directory of the files.
+        model: The model, after ``match_headers``.
+        reader: The files.
+    """
+    stored = rename_for_model(reader, model).entries
+    names = unused_names(stored, model.state_dict())
+    _warn_of_unused(directory, model, [name for name in names if not _is_ignored(name, model)])
+
+
+def _is_ignored(name: str, model: nn.Module) -> bool:
+    """Whether the class of a model says that it leaves out a stored tensor of this name."""
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"inv_freq$"]
+    return any(re.search(pattern, name) for pattern in patterns)
+
+
+def _warn_of_unused(directory: Path, model: nn.Module, names: Sequence[str]) -> None:
+    if names:
+        subject = names_as_subject(sorted(names))
+        logger.warning("%s: %s not used by %s.", directory, subject, type(model).__name__)
 
 
 def _may_be_missing(model: nn.Module, needed: Any, stored: Any) -> set[str]:
@@ -180,7 +205,4 @@ def _check_report(model: nn.Module, report: dict[str, Any], directory: Path) -> 
     more = set(extra) - set(unused_names(extra, model.state_dict()))
     if more:
         raise ValueError(f"{what}: {names_as_subject(sorted(more))} unexpected.")
-    if extra:
-        logger.warning(
-            "%s: %s not used by %s.", directory, names_as_subject(extra), type(model).__name__
-        )
+    _warn_of_unused(directory, model, extra)

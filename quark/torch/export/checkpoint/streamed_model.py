@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
+from quark.torch.export.checkpoint.float_model import report_unused
 from quark.torch.export.checkpoint.float_source import (
     FloatSource,
     fill_with_placeholders,
@@ -51,8 +52,10 @@ def stream_model(
         FileNotFoundError: A file is missing.
         ValueError: As in ``load_float_model``; or ``max_memory`` is less than what is taken.
     """
-    model, files = open_float_model(Path(directory), trust_remote_code, dtype, **options)
-    return stream_tensors(model, files, max_memory, scratch, device, Path(directory))
+    directory = Path(directory)
+    model, files = open_float_model(directory, trust_remote_code, dtype, **options)
+    report_unused(directory, model, files)
+    return stream_tensors(model, files, max_memory, scratch, device, directory)
 
 
 def stream_tensors(

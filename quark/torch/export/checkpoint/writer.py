@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from quark import __version__
 from quark.torch.export.checkpoint.config_json import ALGORITHMS, notes_of, write_settings_file
+from quark.torch.export.checkpoint.described_config import described_config
 from quark.torch.export.checkpoint.graphs import (
     GRAPH,
     edge_tensors,
@@ -85,15 +86,13 @@ def make_format(
     """Return the format that writes ``model``, with a configuration that no order of rules changes.
 
     Raises:
-        ValueError: The model is not quantized, no configuration is given or remembered, or the
-            format is unknown or cannot hold it.
+        ValueError: The model is not quantized, no configuration is given or remembered, the given
+            one does not describe the model, or the format is unknown or cannot hold it.
     """
     check_exportable(model)
     if is_quantized_graph(model):
         return _graph_format(model, options, mode)
-    config = config or _remembered(model)
-    if config is None:
-        raise ValueError("Pass quant_config: the model does not remember how it was quantized.")
+    config = described_config(model, config)
     options = _completed(options, config)
     names = {n: float_class(m) for n, m in model.named_modules() if n}
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
@@ -183,16 +182,6 @@ def _naming_all(model: nn.Module, config: Config) -> Config:
         if own and not is_operator(type(module)) and config_for(name, type(module), config):
             exclude.append(name)
     return replace(config, exclude=list(dict.fromkeys([*exclude, *saved_names(model, exclude)])))
-
-
-def _remembered(model: nn.Module) -> Config | None:
-    """Return the configuration that quantization or Transformers stored on a model."""
-    of_transformers = getattr(getattr(model, "config", None), "quantization_config", None)
-    for holder in (model, of_transformers):
-        config = getattr(holder, "quant_config", None)
-        if isinstance(config, Config):
-            return config
-    return None
 
 
 def collect(model: nn.Module, fmt: ExportFormat) -> dict[str, torch.Tensor]:

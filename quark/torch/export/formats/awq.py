@@ -70,8 +70,6 @@ class AwqFormat(ThirdPartyFormat):
         Raises:
             ValueError: The format cannot hold a layer, or its section cannot exclude one.
         """
-        if self.options.pack_method != "reorder":
-            raise ValueError("custom_mode='awq' has its own order of codes: leave out pack_method.")
         super().check_writable(layers, float_layers)
         self.group_size = self.common_scheme(
             {name: weight_group_size(weight_spec(layer)) for name, layer in layers.items()}

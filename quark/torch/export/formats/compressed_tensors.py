@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.base import ExportFormat
@@ -22,8 +23,10 @@ from quark.torch.export.formats.compressed_tensors_args import (
     PACKED,
     args_to_spec,
     cache_args,
+    check_group,
     format_name,
     layer_scheme,
+    stored_format,
     to_pattern,
 )
 from quark.torch.export.formats.compressed_tensors_attention import (
@@ -40,6 +43,7 @@ from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
 from quark.torch.export.formats.third_party import ThirdPartyFormat, is_output_only
 from quark.torch.export.formats.transforms import ROTATION, InputTransform, read_transforms
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.export.checkpoint.headers import Entry
     from quark.torch.quantization.nn.layer import QuantizedLayer
     from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
@@ -76,6 +81,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     supports_kv_cache = True
     supports_rotation = True
     supports_float_weights = True
+    is_read = False  # whether the section is that of a checkpoint
     transforms: Sequence[InputTransform] = ()
     quantized: Collection[str] = ()
 
@@ -89,13 +95,16 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         fmt = super().from_section(section)
         assert isinstance(fmt, cls)
         fmt.transforms = read_transforms(section)
+        fmt.is_read = True
         return fmt
 
     def layout_of(self, config: QuantizationConfig) -> TensorLayout:
         """Return the layout of the tensors of a layer with this configuration."""
         from quark.torch.export.formats.layouts.compressed_tensors import CompressedTensorsLayout
 
-        return self.with_act_order(CompressedTensorsLayout(format_name(config) != INT))
+        weight = config.weight if self.is_read else None
+        fmt = format_name(config) if weight is None else stored_format(weight)
+        return self.with_act_order(CompressedTensorsLayout(fmt != INT))
 
     def check_model(self, model: nn.Module) -> None:
         """Remember the classes of the modules: groups of attention name them."""
@@ -242,6 +251,11 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         self.config = replace(self.config, algo_config=list(made.algorithms))
         return made
 
+    def weight_count(self, spec: QuantizationSpec, codes: Entry, scale: Entry | None) -> int:
+        """Return the number of weights; see ``ExportFormat.weight_count``."""
+        is_byte_each = spec.scheme.has_zero_point and type_name(codes.dtype) == "int8"
+        return prod(codes.shape) if is_byte_each else super().weight_count(spec, codes, scale)
+
     def state_name(self, key: str) -> str:
         """Return the name in the model's state of the tensor stored as ``key``."""
         return super().state_name(queries_state_name(re.sub(r"\.weight_packed$", ".weight", key)))
@@ -291,11 +305,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
                 weight=args_to_spec(group.get("weights"), is_input=False, fmt=fmt),
                 input_tensors=args_to_spec(group.get("input_activations"), True, fmt),
             )
-            if format_name(layer) != fmt or group.get("output_activations"):
-                raise ValueError(
-                    f"compressed-tensors: {group} in the format {fmt!r} is not supported. Load "
-                    "the checkpoint with compressed-tensors."
-                )
+            check_group(group, layer, fmt)
             for target in read_names(group, "targets"):
                 if target == "Linear":
                     default = layer

@@ -76,6 +76,49 @@ def _integer_format(weight: QuantizationSpec, input_kind: str | None) -> str | N
     return PACKED if packs and not integer_weight_problem(weight, range(2, 9)) else None
 
 
+def stored_format(weight: QuantizationSpec) -> str | None:
+    """Return the format in which a weight that was read is stored, or None.
+
+    Inputs do not matter. Codes in bytes are read as signed integers, codes in words as unsigned
+    ones (``args_to_spec``).
+    """
+    if _number_kind(weight) == "int" and weight.fmt.signed:
+        return _integer_format(weight, "int")
+    return format_name(QuantizationConfig(weight=weight))
+
+
+def check_group(group: dict[str, Any], layer: QuantizationConfig, fmt: str | None) -> None:
+    """Check that layers of a group can be read.
+
+    Args:
+        group: The group of ``config_groups``.
+        layer: How its layers are quantized.
+        fmt: Format of their weights.
+
+    Raises:
+        ValueError: They cannot; the message names the part.
+    """
+    part = None
+    if group.get("output_activations"):
+        part = "output_activations"
+    elif layer.weight is None or stored_format(layer.weight) != fmt:
+        part = "weights"
+    elif layer.input_tensors is not None and _input_number_kind(layer.input_tensors) is None:
+        part = "input_activations"
+    if part is not None:
+        raise ValueError(_not_supported(part, group.get(part) or {}, f" in the format {fmt!r}"))
+
+
+def _not_supported(part: str, args: dict[str, Any], place: str = "") -> str:
+    """Return a message about a part of a group that is not supported."""
+    given = {name: args.get(name, _USUAL.get(name)) for name in (*_USUAL, "group_size")}
+    fields = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    return (
+        f"compressed-tensors: {part} with {fields}{place} are not supported. Load the checkpoint "
+        "with compressed-tensors."
+    )
+
+
 def layer_scheme(config: QuantizationConfig) -> dict[str, Any]:
     """Return the QuantizationScheme of a layer, without targets."""
     assert config.weight is not None
@@ -177,10 +220,7 @@ def args_to_spec(
     }
     is_known = name in Dtype.__members__ and strategy in granularity and type(bits) is int
     if not is_known or args.get("dynamic") not in (True, False, None):
-        raise ValueError(
-            f"compressed-tensors: {bits} bits of type {args.get('type')!r} with strategy "
-            f"{strategy!r} are not supported. Load the checkpoint with compressed-tensors."
-        )
+        raise ValueError(_not_supported("input_activations" if is_input else "weights", args))
     return QuantizationSpec(
         Dtype[name],
         is_dynamic=bool(args.get("dynamic")),

@@ -24,6 +24,7 @@ from quark.torch.export.formats.layer_checks import (
 from quark.torch.export.formats.quark import QuarkFormat
 from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import QuantizationConfig
+from quark.torch.quantization.config.export import PACK_METHODS
 from quark.torch.quantization.config.match import config_for, literal
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.tensor_names import GROUPS
@@ -94,6 +95,10 @@ class ThirdPartyFormat(QuarkFormat):
 
         if not self.supports_act_order:
             super().check_writable(layers, float_layers)
+        if self.options.pack_method != PACK_METHODS[0]:
+            raise ValueError(
+                f"custom_mode={self.name!r} has its own order of codes: leave out pack_method."
+            )
         if self.options.weight_format != "real_quantized":
             raise ValueError(
                 f"custom_mode={self.name!r} stores codes: leave out "

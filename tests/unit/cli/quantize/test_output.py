@@ -1,6 +1,7 @@
 """Refusals come before the work, and the result is kept if it cannot be written."""
 
 import errno
+import json
 import tempfile
 
 import pytest
@@ -116,3 +117,54 @@ def test_activations_go_to_the_directory_of_the_user(
     assert quark(*place, *flags, tmp_path).exit_code == 0
     assert tmp_path in seen
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+INT4, INT8 = ["--quant_scheme", "int4_wo_32"], ["--quant_scheme", "int8_wo"]
+ORDER = ["--pack_method", "order"]
+FLOATS = ["--export_weight_format", "fake_quantized"]
+CACHE = "ppl_eval_for_kv_cache"
+# Flags that are given without what they act on, and what the message says.
+IDLE = [
+    ([*INT4, "--model_export", "gguf", *FLOATS], "--export_weight_format: a GGUF file has one"),
+    ([*INT4, "--model_export", "gguf", *ORDER], "--pack_method: a GGUF file has one layout"),
+    ([*INT4, "--model_export", "onnx", *ORDER], "--pack_method: an ONNX file has one layout"),
+    ([*INT8, *ORDER], "--pack_method: only 4-bit integers"),
+    (["--quant_scheme", "mxfp4_weight_only", *ORDER], "--pack_method: only 4-bit integers"),
+    ([*INT4, "--custom_mode", "gptq", *ORDER], "has its own order of codes"),
+    ([*INT4, "--save_dir", "x"], "--save_dir: needs --params_save"),
+    ([*INT4, "--metrics_output_dir", "x"], "--metrics_output_dir: needs --save_metrics_to_csv"),
+    ([*INT4, "--max_eval_batch_size", "3"], "needs --eval_batch_size auto"),
+    *(
+        ([*INT4, f"--{CACHE}_{part}_size", "9"], f"--{CACHE}_{part}_size: needs --use_{CACHE}")
+        for part in ("context", "sample", "patch")
+    ),
+]
+
+
+@pytest.mark.parametrize(("flags", "said"), IDLE)
+@pytest.mark.parametrize("more", [[], ["--plan"]])
+def test_flags_without_what_they_act_on(refused, model_dir, tmp_path, flags, said, more):
+    place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out"]
+    assert said in refused("quantize", *place, *flags, *more)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("scheme", ["int4_wo_32", "int8_wo"])
+def test_an_order_of_some_codes_is_followed(quantize, scheme):
+    """It is that of the 4-bit layers, though other layers have codes of 8 bits."""
+    layers = ["--layer_quant_scheme", "*q_proj", "int4_wo_32"]
+    path, _ = quantize("--quant_scheme", scheme, *layers, *ORDER, "--skip_evaluation")
+    section = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert section["export"]["pack_method"] == "order"
+
+
+def test_an_order_of_a_model_that_is_read_again(quantize, refused, quark, tmp_path):
+    for scheme in ("int8_wo", "int4_wo_32"):
+        path, _ = quantize("--quant_scheme", scheme, "--skip_evaluation")
+        flags = ["--model_dir", path, "--model_reload", "--import_model_dir", path, *ORDER]
+        flags += ["--model_export", "hf_format", "--skip_evaluation"]
+        flags += ["--output_dir", tmp_path / "again" / scheme]
+        if scheme == "int8_wo":
+            assert "only 4-bit integers" in refused("quantize", *flags)
+        else:
+            assert quark("quantize", *flags).exit_code == 0

@@ -8,7 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.torch.export.checkpoint import float_model
+from quark.torch.export.containers.base import ExportSettings
+from quark.torch.export.file_to_file import quantize_files
 from quark.torch.export.recognition import check_checkpoint, load_checkpoint
+from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.presets import scheme
 from tests.models import architectures
 
 FILE = "model.safetensors"
@@ -106,6 +110,30 @@ def test_what_a_model_does_not_use_is_named(stored, caplog):
     with caplog.at_level(logging.WARNING, logger="quark"):
         load_checkpoint(path)
     assert "pooler.dense.weight is not used by LlamaForCausalLM" in caplog.text
+
+
+OPENINGS = {
+    "in memory": lambda source, target: load_checkpoint(source),
+    "in parts": lambda source, target: load_checkpoint(source, max_memory=1 << 40),
+    "from files to files": lambda source, target: quantize_files(
+        Config(scheme("int8_wo")), source, target, ExportSettings()
+    ),
+}
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
+def test_what_a_model_does_not_use_is_named_however_it_is_read(stored, caplog, tmp_path, opening):
+    extra = {f"{name}.foo": torch.ones(2) for name in ("b", "model.layers.0.self_attn.q_proj")}
+    ignored = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}  # of old files
+    path = stored(change=lambda tensors: tensors.update(extra | ignored))
+    with caplog.at_level(logging.WARNING, logger="quark"):
+        OPENINGS[opening](path, tmp_path / "out")
+    [line] = [r.getMessage() for r in caplog.records if "not used" in r.getMessage()]
+    named = "b.foo, model.layers.0.self_attn.q_proj.foo are not used by LlamaForCausalLM."
+    assert line == f"{path}: {named}"
+    caplog.clear()
+    OPENINGS[opening](stored(), tmp_path / "whole")
+    assert "not used" not in caplog.text
 
 
 def test_names_of_the_model_without_its_head(stored, build, logits):
