@@ -28,6 +28,8 @@ logger = logging.getLogger("quark")
 def check_outputs(model: nn.Module, config: Config) -> Config:
     """Check that the model has the layers whose outputs are keys, values and queries.
 
+    It may not change its parameters while it runs either.
+
     Args:
         model: The float model, which may be on the meta device.
         config: How it will be quantized.
@@ -36,9 +38,10 @@ def check_outputs(model: nn.Module, config: Config) -> Config:
         The configuration with the layers that give keys and values in this model.
 
     Raises:
-        typer.BadParameter: It has none, or those of keys and values give queries too.
+        typer.BadParameter: It has none, or those of keys and values give queries too, or a
+            parameter changes.
     """
-    from quark.torch.quantization.checks import check_cached_outputs
+    from quark.torch.quantization.checks import check_cached_outputs, check_steady
     from quark.torch.quantization.nn.fused_layers import with_fused_layers
 
     spec = config.softmax_quant_spec
@@ -65,6 +68,7 @@ def check_outputs(model: nn.Module, config: Config) -> Config:
     )
     try:
         check_cached_outputs(model, config)
+        check_steady(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return config

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from quark.torch.evaluation.samples import complete_batches
+from quark.torch.graph.changed_parameters import find_changed_parameters
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import SWITCH, widens_products
@@ -27,6 +28,7 @@ from quark.torch.quantization.algorithms import check_algorithms, find_algorithm
 from quark.torch.quantization.calibration import needs_data, requires_data
 from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.config.parts import has_towers
 from quark.torch.quantization.config.resolution import (
     add_shared_inputs,
@@ -99,8 +101,9 @@ def check(
         digest = None if statistics is None else statistics.data
         if data is not None and runs:
             digest = check_data(model, data, bool(algorithms))
-            if (algorithms or is_static) and has_towers(model):
-                config, layers = leave_unreached_in_float(model, config, layers, data)
+        check_steady(model, data if runs else None)
+        if data is not None and (algorithms or is_static) and has_towers(model):
+            config, layers = leave_unreached_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
         projections = attention_projections(layers, config)
         config = with_shared_inputs(config, model, data) if shares else config
@@ -160,6 +163,32 @@ def check_cached_outputs(model: nn.Module, config: Config) -> None:
 
     if layers:
         prove_cached_outputs(model, layers, run)
+
+
+def check_steady(model: nn.Module, batches: Iterable[Any] | None = None) -> None:
+    """Check that a model does not change its parameters while it runs, as far as shapes tell.
+
+    Codes cannot be changed so, and what a pass has changed would be stored, and changed once more
+    by the loaded model. A model that does not run without values is not checked.
+
+    Args:
+        model: A float model, which may be on the meta device. It is unchanged afterwards.
+        batches: Calibration data; None for any tokens.
+
+    Raises:
+        ValueError: It does.
+    """
+    changed: dict[str, str] = {}
+    with suppress(Exception):
+        batch = _trial_batch(model, batches)
+        changed = find_changed_parameters(model, lambda empty: run_batch(empty, batch))
+    if changed:
+        raise ValueError(
+            f"{names_as_subject(changed)} changed in place while {type(model).__name__} runs "
+            f"({next(iter(changed.values()))}), and a quantized weight cannot be. Set the option "
+            "of its configuration (config.json) that switches this off, such as rescale_every=0 "
+            "of RWKV."
+        )
 
 
 def _none_if_empty(batches: Iterable[Any] | None) -> Iterable[Any] | None:
@@ -259,6 +288,12 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
 
 def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], None]:
     """Return a function that runs a model on the first tokens of the data, or on any tokens."""
+    batch = _trial_batch(model, batches)
+    return lambda: run_batch(model, batch)
+
+
+def _trial_batch(model: nn.Module, batches: Iterable[Any] | None) -> Any:
+    """Return the first tokens of the data, or any tokens."""
     if batches is not None:
         first = next(iter(flatten_batches(batches)), None)
         if first is None:
@@ -273,7 +308,7 @@ def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], 
                 "model."
             )
         [first] = complete_batches(model, [torch.arange(32).unsqueeze(0) % words])
-    return lambda: run_batch(model, take_excerpt(first))
+    return take_excerpt(first)
 
 
 def with_shared_inputs(config: Config, model: nn.Module, batches: Iterable[Any] | None) -> Config:
