@@ -112,6 +112,7 @@ class TestFalconH1:
         "mamba_n_heads": 4,
         "mamba_d_head": 16,
         "mamba_d_state": 8,
+        "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.125],
     }
 
     @pytest.mark.parametrize("max_memory", [None, 1 << 30])
