@@ -15,6 +15,7 @@ from quark.torch.graph.changed_parameters import find_changed_parameters
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import SWITCH, widens_products
+from quark.torch.graph.quantized_mark import marked
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
@@ -84,7 +85,7 @@ def check(
             )
         dataloader = None if dataloader is None else make_repeatable(dataloader)
         statistics.check(model, dataloader)
-    with temporarily_split_experts(model) as experts:
+    with marked(model), temporarily_split_experts(model) as experts:
         config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
@@ -279,7 +280,7 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
     """
     if not plan.algorithms:
         return None
-    with temporarily_split_experts(model) as experts:
+    with marked(model), temporarily_split_experts(model) as experts:
         stack_experts(experts, keep=plan.layers)
         run = _trial_run(model, plan.batches if plan.has_data else None)
         proves = {need for a, options in plan.algorithms for need in a.proves(options)}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from quark.torch.graph.quantized_mark import set_mark
 from quark.torch.pipeline.context import Algorithm
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.algo import AlgoConfig
@@ -58,6 +59,10 @@ def prepare(model: nn.Module, plan: Plan) -> None:
         step(model, plan)
 
 
+def _mark(model: nn.Module, plan: Plan) -> None:
+    set_mark(model)
+
+
 def _split_experts(model: nn.Module, plan: Plan) -> None:
     stack_experts(split_experts(model), keep=plan.layers)
     if plan.statistics is not None:
@@ -86,4 +91,10 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
 
 
 # Applied in this order.
-PREPARATIONS = (_split_experts, _replace_layers, _route_projections, _quantize_probabilities)
+PREPARATIONS = (
+    _mark,
+    _split_experts,
+    _replace_layers,
+    _route_projections,
+    _quantize_probabilities,
+)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from quark.torch.graph.quantized_mark import set_mark
 from quark.torch.graph.residency import residency_of
 from quark.torch.numerics.finite import check_finite, find_infinite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
@@ -102,6 +103,7 @@ def mark_as_quantized(model: nn.Module, config: Config) -> None:
     """
     holder: Any = model
     holder.quant_config = config
+    set_mark(model)
     if hasattr(model, "save_pretrained"):
         holder.save_pretrained = partial(save_in_training, model)
     for _, layer in quantized_layers(model):

@@ -24,6 +24,7 @@ from quark.torch.algorithm.layer_inputs import collect_grams, first_readers
 from quark.torch.algorithm.layers import block_layers, to_matrix
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.quantized_mark import marked
 from quark.torch.graph.residency import residency_of
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import Gram, TokenSample
@@ -109,7 +110,7 @@ def collect_statistics(
         raise ValueError("The dataloader is empty: statistics need at least a batch.")
     first = next(iter(flatten_batches(batches)))
     digests, data = model_digests(model), data_digest(batches)
-    with temporarily_split_experts(model):
+    with marked(model), temporarily_split_experts(model):
         check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
         names = list(_find_linear_layers(model, structure))
