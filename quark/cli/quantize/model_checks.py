@@ -165,13 +165,13 @@ def _names_in(model: nn.Module, config: Config) -> tuple[list[list[str]], list[s
     from quark.torch.quantization.config.resolution import resolve_names
     from quark.torch.quantization.graph_mode.quantization import names_in_graph
     from quark.torch.quantization.nn.experts import temporarily_split_experts
-    from quark.torch.quantization.nn.operators import is_operator
+    from quark.torch.quantization.nn.operators import is_operator_module
 
     if isinstance(model, fx.GraphModule):
         return names_in_graph(model, config)
     with temporarily_split_experts(model):
         exclude = resolve_names(config, model).exclude
-        return [[name] for name, m in model.named_modules() if is_operator(type(m))], exclude
+        return [[name] for name, m in model.named_modules() if is_operator_module(m)], exclude
 
 
 def _check_decisions(

@@ -41,7 +41,7 @@ from quark.torch.quantization.nn.attention_trial import prove_projections
 from quark.torch.quantization.nn.cached_outputs import layers_to_prove, prove_cached_outputs
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
 from quark.torch.quantization.nn.fused_layers import with_fused_layers
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.probabilities import (
     find_idle,
     probability_modules,
@@ -154,7 +154,7 @@ def check_cached_outputs(model: nn.Module, config: Config) -> None:
     Raises:
         ValueError: They give other outputs too, such as queries.
     """
-    operators = [name for name, module in model.named_modules() if is_operator(type(module))]
+    operators = [name for name, module in model.named_modules() if is_operator_module(module)]
     layers = layers_to_prove(model, operators, resolve_names(config, model))
     ids, mask = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 1, 8, 8)  # no values are read
 

@@ -18,7 +18,7 @@ from quark.torch.quantization.config.resolution import resolve_names
 from quark.torch.quantization.model_shape import name_of_kind
 from quark.torch.quantization.nn.experts import temporarily_split_experts
 from quark.torch.quantization.nn.layer import input_axis
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.preparation import find_undivided_axis
 
 _POWERS = (256, 128, 64, 32)  # group sizes that other software reads
@@ -164,7 +164,7 @@ def _quantized_layers(
 ) -> tuple[dict[str, QuantizationConfig], dict[str, Shape | None]]:
     """Return how each layer is quantized, and its shape, by name."""
     with temporarily_split_experts(model):
-        operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+        operators = {n: type(m) for n, m in model.named_modules() if is_operator_module(m)}
         layers = assign(operators, resolve_names(config, model))
         return layers, {name: _shape_of(model.get_submodule(name)) for name in layers}
 

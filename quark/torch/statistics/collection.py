@@ -53,6 +53,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import corresponding_experts, temporarily_split_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import input_axis, is_linear
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.padding import without_padding
 from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.quantization.preparation import (
@@ -164,7 +165,8 @@ def _describe_refusal(model: nn.Module) -> str:
 def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
     blocks = tuple(f"{block}." for block in structure.blocks)
     for name, module in model.named_modules():
-        if is_linear(type(module)) and name.startswith(blocks):
+        is_plain = is_linear(type(module)) and is_operator_module(module)
+        if is_plain and name.startswith(blocks):
             yield name
 
 
