@@ -162,7 +162,6 @@ def select_layers(
             f"{type(model).__name__} has no module that can be quantized (supported: {supported})."
         )
     if warns:
-        _warn_of_computed_weights(modules)
         report_unmatched(list(names), config)
     if not (layers := assign(candidates, config)):
         raise ValueError(
@@ -183,6 +182,7 @@ def select_layers(
                 "memory, and this one is read part by part. Leave them out, or load the model."
             )
     if warns:
+        _warn_of_computed_weights(model)
         _warn_of_float_modules(model)
     return layers
 
@@ -224,9 +224,9 @@ def restore_layers(model: nn.Module) -> None:
         layer.to_float()
 
 
-def _warn_of_computed_weights(modules: Mapping[str, nn.Module]) -> None:
+def _warn_of_computed_weights(model: nn.Module) -> None:
     """Warn about operators whose weight is no parameter; see ``is_operator_module``."""
-    left = [n for n, m in modules.items() if is_operator(type(m)) and not is_operator_module(m)]
+    left = [n for n, m in model.named_modules() if is_operator(type(m)) and not is_operator_module(m)]
     if left:
         logger.warning(
             "%s left in float: a hook computes the weight before each pass. To quantize it, make "

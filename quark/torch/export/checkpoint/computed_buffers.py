@@ -46,7 +46,9 @@ def compute_buffers(model: nn.Module, device: torch.device, stored: Container[st
     }
     if not absent:
         return
-    held = [tensors for part in model.modules() for tensors in (part._parameters, part._buffers)]
+    held: list[dict[str, Any]] = [
+        tensors for part in model.modules() for tensors in (part._parameters, part._buffers)
+    ]
     read = [dict(tensors) for tensors in held]
     try:
         _hide(held)
