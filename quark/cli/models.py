@@ -78,7 +78,7 @@ def load_model(
     """
     from quark.torch.export.recognition import load_checkpoint, load_in_float
 
-    _quiet_transformers()
+    quiet_transformers()
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     if runtime != "exact":
         options["runtime"] = runtime
@@ -184,7 +184,7 @@ def check_model(directory: Path, trust_remote_code: bool = False, digests: bool 
     load_libraries()
     from quark.torch.export.recognition import check_checkpoint
 
-    _quiet_transformers()
+    quiet_transformers()
     with stage(f"checking {directory.name}"):
         check_checkpoint(directory, trust_remote_code, digests)
 
@@ -216,7 +216,7 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
     """
     from transformers import AutoTokenizer
 
-    _quiet_transformers()
+    quiet_transformers()
     if (file := find_gguf(directory, flag)) is not None:
         from quark.torch.export.gguf.tokenizer import load_tokenizer as load_gguf_tokenizer
 
@@ -226,9 +226,9 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
             raise wrong(flag, str(error)) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # such as TypeError: a class of tokenizers joins a path with None
         first = str(error).strip().split("\n")[0]
-        if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
+        if not has_tokenizer(directory):
             raise wrong(flag, f"{directory} has no tokenizer. {_COPY_TOKENIZER}") from None
         raise ValueError(
             f"{directory} has no tokenizer that can be loaded ({first}). {_COPY_TOKENIZER}"
@@ -240,27 +240,13 @@ def load_tokenizer(directory: Path, flag: str, trust_remote_code: bool = False) 
     return tokenizer
 
 
-def load_processor(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
-    """Return the processor of a directory, image processor and feature extractor included.
-
-    Raises:
-        typer.BadParameter: The directory has none, or a package that it needs is missing.
-    """
-    from transformers import AutoProcessor
-
-    _quiet_transformers()
-    try:
-        return AutoProcessor.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (ImportError, OSError, ValueError) as error:
-        first = str(error).strip().split("\n")[0]
-        raise wrong(
-            flag,
-            f"{directory} has no processor that can be loaded ({first}). Copy its files, such as "
-            "preprocessor_config.json, to this directory.",
-        ) from None
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a directory has a file of a tokenizer."""
+    return any((directory / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _quiet_transformers() -> None:
+def quiet_transformers() -> None:
+    """Show errors of Transformers alone, and no progress."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -193,6 +193,13 @@ FAMILIES: dict[str, list[Case]] = {
         Case("ViT", "ViTForImageClassification", _IMAGE | {"num_labels": 5}, images),
         Case("Swin", "SwinForImageClassification", _SWIN, images, ("*patch_embeddings*",)),
         Case(
+            "Swin V2",
+            "Swinv2ForImageClassification",
+            _SWIN,
+            images,
+            ("*patch_embeddings*", "*position_bias*"),
+        ),
+        Case(
             "ConvNeXt",
             "ConvNextForImageClassification",
             _STAGES | {"num_stages": 2},

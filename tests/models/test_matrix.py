@@ -13,7 +13,13 @@ ALL = [pytest.param(case, way, id=f"{case.name}-{way}") for case in CASES for wa
 # The slice of every run: each family, each way, and the models that read types of weights.
 SLICE = {
     *(("BART", "gptq"), ("T5", "fp8"), ("Whisper", "awq"), ("BERT", "int8")),
-    *(("CLIP", "fp8"), ("Swin", "gptq"), ("ConvNeXt", "int4_wo_32"), ("EfficientNet", "int8")),
+    *(
+        ("CLIP", "fp8"),
+        ("Swin", "gptq"),
+        ("Swin V2", "awq"),
+        ("ConvNeXt", "int4_wo_32"),
+        ("EfficientNet", "int8"),
+    ),
     *(("Qwen3-VL", "awq"), ("Falcon", "gptq")),
 }
 NAME = operator.attrgetter("name")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,9 +148,35 @@ def find_reader(request: Request, kind: Kind | None, tokenizer: Any) -> Any:
     reader = tokenizer
     if kind is not None:
         remote = request.trust_remote_code
-        reader = models.load_processor(request.model_dir, "--model_dir", remote)
+        reader = load_processor(request.model_dir, "--model_dir", remote)
     models.check_template(request.dataset, "--dataset", reader)
     return reader
+
+
+def load_processor(directory: Path, flag: str, trust_remote_code: bool = False) -> Any:
+    """Return the processor of a directory, image processor and feature extractor included.
+
+    An audio model without a tokenizer has a feature extractor, whatever its type usually has.
+
+    Raises:
+        typer.BadParameter: The directory has none, or a package that it needs is missing.
+    """
+    from transformers import AutoFeatureExtractor, AutoProcessor
+
+    models.quiet_transformers()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        return AutoProcessor.from_pretrained(directory, **options)
+    except Exception as error:  # as in load_tokenizer: some processors hold a tokenizer
+        first = str(error).strip().split("\n")[0]
+        if not models.has_tokenizer(directory):
+            with suppress(Exception):
+                return AutoFeatureExtractor.from_pretrained(directory, **options)
+        raise wrong(
+            flag,
+            f"{directory} has no processor that can be loaded ({first}). Copy its files, such as "
+            "preprocessor_config.json, to this directory.",
+        ) from None
 
 
 def read_batches(request: Request, kind: Kind | None, reader: Any, length: int) -> list[Any]:

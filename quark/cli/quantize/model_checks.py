@@ -29,6 +29,8 @@ _NAMED = 6  # layers of an output head that a message names
 def check_outputs(model: nn.Module, config: Config) -> Config:
     """Check that the model has the layers whose outputs are keys, values and queries.
 
+    It may not change its parameters while it runs either.
+
     Args:
         model: The float model, which may be on the meta device.
         config: How it will be quantized.
@@ -37,9 +39,10 @@ def check_outputs(model: nn.Module, config: Config) -> Config:
         The configuration with the layers that give keys and values in this model.
 
     Raises:
-        typer.BadParameter: It has none, or those of keys and values give queries too.
+        typer.BadParameter: It has none, or those of keys and values give queries too, or a
+            parameter changes.
     """
-    from quark.torch.quantization.checks import check_cached_outputs
+    from quark.torch.quantization.checks import check_cached_outputs, check_steady
     from quark.torch.quantization.nn.fused_layers import with_fused_layers
 
     spec = config.softmax_quant_spec
@@ -66,6 +69,7 @@ def check_outputs(model: nn.Module, config: Config) -> Config:
     )
     try:
         check_cached_outputs(model, config)
+        check_steady(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     return config
@@ -167,13 +171,13 @@ def _names_in(model: nn.Module, config: Config) -> tuple[list[list[str]], list[s
     from quark.torch.quantization.config.resolution import resolve_names
     from quark.torch.quantization.graph_mode.quantization import names_in_graph
     from quark.torch.quantization.nn.experts import temporarily_split_experts
-    from quark.torch.quantization.nn.operators import is_operator
+    from quark.torch.quantization.nn.operators import is_operator_module
 
     if isinstance(model, fx.GraphModule):
         return names_in_graph(model, config)
     with temporarily_split_experts(model):
         exclude = resolve_names(config, model).exclude
-        return [[name] for name, m in model.named_modules() if is_operator(type(m))], exclude
+        return [[name] for name, m in model.named_modules() if is_operator_module(m)], exclude
 
 
 def _check_decisions(

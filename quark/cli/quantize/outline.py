@@ -54,11 +54,11 @@ def describe_quantized_parts(config: Config, outline: nn.Module | None) -> str:
     from quark.torch.quantization.config.match import assign
     from quark.torch.quantization.config.parts import find_parts
     from quark.torch.quantization.config.resolution import resolve_names
-    from quark.torch.quantization.nn.operators import is_operator
+    from quark.torch.quantization.nn.operators import is_operator_module
 
     if outline is None:
         return ""
-    operators = {n: type(m) for n, m in outline.named_modules() if is_operator(type(m))}
+    operators = {n: type(m) for n, m in outline.named_modules() if is_operator_module(m)}
     names = assign(operators, resolve_names(config, outline))
     parts = [part for part in find_parts(outline) if any(map(part.holds, names))]
     return "; ".join(_describe_by_title(parts))

@@ -17,7 +17,7 @@ from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import assign
 from quark.torch.quantization.config.tensor_names import PARAMETERS
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
 
 
@@ -111,7 +111,7 @@ def check_configured(model: nn.Module, config: Config, quantized: Mapping[str, A
     Raises:
         ValueError: A layer is in float although the configuration names it.
     """
-    kinds = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    kinds = {n: type(m) for n, m in model.named_modules() if is_operator_module(m)}
     left = {n: c for n, c in assign(kinds, config).items() if n not in quantized}
     if left:
         raise ValueError(

@@ -47,7 +47,7 @@ from quark.torch.export.file_work import FileWork
 from quark.torch.export.recognition import open_in_float
 from quark.torch.files import check_vacant, fresh_directory, size_of
 from quark.torch.quantization.calibration import needs_data
-from quark.torch.quantization.checks import with_shared_inputs
+from quark.torch.quantization.checks import check_steady, with_shared_inputs
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.resolution import resolve_names, shares_inputs
 from quark.torch.quantization.config.type import QuantFlow
@@ -203,6 +203,7 @@ def _prepare(
     Raises:
         ValueError: The configuration does not fit the model, or values are missing.
     """
+    check_steady(model)
     shared = deepcopy(model) if shares_inputs(config) else None
     experts = split_experts(model)
     fill_with_placeholders(model)

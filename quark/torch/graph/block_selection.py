@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils._pytree import tree_leaves
 
 
 class BlockCall(NamedTuple):
@@ -49,7 +51,9 @@ def select_blocks(model: nn.Module, calls: Calls, reshaping: Iterable[str]) -> l
         calls: Member of a list -> its calls that keep the shape.
         reshaping: Members with calls that change it.
     """
-    changing = set(reshaping)
+    passing_on = _find_reshaping(model, calls)
+    calls = {name: made for name, made in calls.items() if name not in passing_on}
+    changing = {*reshaping, *passing_on}
     blocks: list[str] = []
     for members in _lists_inside(model, ""):
         blocks += _select(model, members, calls, changing)
@@ -65,6 +69,34 @@ def is_inside(name: str, block: str) -> bool:
 def enclosing_block(member: str, blocks: Iterable[str]) -> str:
     """Return the block that a member of a list is or lies in, or an empty string."""
     return next((block for block in blocks if is_inside(member, block)), "")
+
+
+def _find_reshaping(model: nn.Module, calls: Calls) -> set[str]:
+    """Return the members of lists that pass a tensor of another shape on to the next member.
+
+    Example: a stage of Swin V2 returns its outputs after and before they are made smaller. The
+    second tensor has the shape of the inputs, but the next stage receives the first.
+    """
+    return {
+        one
+        for members in _lists_inside(model, "", False)
+        for one, other in pairwise(name for name in members if name in calls)
+        if _passes_other_shape(calls[one][-1], calls[other][0])
+    }
+
+
+def _passes_other_shape(call: BlockCall, following: BlockCall) -> bool:
+    received = following.input_numbers[:1]
+    inputs, outputs = _tensors((call.args, call.kwargs)), _tensors(call.output)
+    return any(
+        number in received and tensor.shape != inputs[0].shape
+        for number, tensor in zip(call.output_numbers, outputs, strict=True)
+    )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    plain = dict(tree) if isinstance(tree, dict) else tree  # as ``trace`` numbers them
+    return [leaf for leaf in tree_leaves(plain) if isinstance(leaf, torch.Tensor)]
 
 
 def _select(model: nn.Module, members: list[str], calls: Calls, changing: set[str]) -> list[str]:

@@ -196,13 +196,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not self._records_ops:
             out = func(*args, **kwargs)
-            for tensor in _written_arguments(func, args, kwargs):
+            for tensor in written_arguments(func, args, kwargs):
                 self._renumber_views(tensor)
             return out
         values, named_values = tree_map(self._value, (args, kwargs))
         inputs = tuple(v for v in _leaves((values, named_values)) if isinstance(v, Value))
         out = func(*args, **kwargs)
-        written = list(_written_arguments(func, args, kwargs))
+        written = list(written_arguments(func, args, kwargs))
         stale = [write for tensor in written for write in self._renumber_views(tensor)]
         results = tuple(self._value(t) for t in [*iter_tensors(out), *written])
         # An operation that returns its input unchanged (a view of all elements) is left out.
@@ -342,7 +342,7 @@ def _leaves(tree: Any) -> list[Any]:
     return tree_flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Value))[0]
 
 
-def _written_arguments(
+def written_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
     """Iterate over the tensors that an operation writes to, by its schema."""

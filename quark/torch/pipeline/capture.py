@@ -18,6 +18,7 @@ from quark.torch.pipeline.chunks import count_calls
 from quark.torch.pipeline.hidden_states import (
     Arguments,
     OutputForm,
+    OutputForms,
     hidden_keyword,
     split_hidden_states,
 )
@@ -189,13 +190,16 @@ def _record_outputs(
     model: nn.Module, names: list[str], arguments: BlockArguments
 ) -> Iterator[None]:
     """Record the forms of the outputs of blocks, and stop after the last block."""
+    forms = OutputForms()
+    arguments.forms = forms.by_name
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if name in arguments.forms:
                 raise ValueError(f"{name} runs more than once in a forward pass.")
-            shape = split_hidden_states(args, kwargs)[0].shape
-            arguments.forms[name] = OutputForm.of(output, shape)
+            x = split_hidden_states(args, kwargs)[0]
+            forms.receive(x)
+            forms.leave(name, output, x.shape)
             if name == names[-1]:
                 raise StopForward
 

@@ -62,10 +62,24 @@ class OutputForm(NamedTuple):
             return cls(output.new_empty(0), 0)
         items = output if isinstance(output, tuple) else ()
         fits = (i for i, y in enumerate(items) if isinstance(y, torch.Tensor) and y.shape == shape)
-        place = next(fits, 0)
+        return cls._at(output, next(fits, 0))
+
+    @classmethod
+    def _at(cls, output: Any, place: int) -> OutputForm:
+        items = output if isinstance(output, tuple) else ()
         if items and isinstance(items[place], torch.Tensor):
             return cls(_with_item(output, place, items[place].new_empty(0)), place)
         return cls(output, place)
+
+    @classmethod
+    def received(cls, output: Any, x: torch.Tensor) -> OutputForm | None:
+        """Return the form of an output of which the next block receives a tensor.
+
+        None if the output is not a tuple with it.
+        """
+        items = output if isinstance(output, tuple) else ()
+        place = next((i for i, y in enumerate(items) if y is x), None)
+        return None if place is None else cls._at(output, place)
 
     @property
     def is_plain(self) -> bool:
@@ -83,6 +97,34 @@ class OutputForm(NamedTuple):
         return (
             x if isinstance(self.output, torch.Tensor) else _with_item(self.output, self.place, x)
         )
+
+
+class OutputForms:
+    """The forms of the outputs of blocks that run one after the other.
+
+    The tensor that the next block receives is the hidden states; where none of them is, such as
+    behind the last block, the first one of the shape is.
+
+    Attributes:
+        by_name: Name of a block -> form of its output.
+    """
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, OutputForm] = {}
+        self._last: tuple[str, Any] | None = None
+
+    def receive(self, x: torch.Tensor) -> None:
+        """Record the hidden states that the next block receives."""
+        if self._last is not None:
+            name, output = self._last
+            form = OutputForm.received(output, x)
+            if form is not None:
+                self.by_name[name] = form
+
+    def leave(self, name: str, output: Any, shape: torch.Size) -> None:
+        """Record what a block returns that received hidden states of a shape."""
+        self.by_name[name] = OutputForm.of(output, shape)
+        self._last = name, output
 
 
 def _with_item(output: Any, place: int, x: torch.Tensor) -> Any:

@@ -108,7 +108,7 @@ class ModelState:
         # Several may be views of one tensor: the last one changed is restored first.
         for number in reversed(range(len(self._tensors))):
             tensor, values = self._tensors[number], self._store[number]
-            if not _have_same_bits(tensor, values):
+            if not have_same_bits(tensor, values):
                 tensor.copy_(values)
 
     def forget(self) -> None:
@@ -173,6 +173,7 @@ def _restore(state: ModelState) -> None:
             continue
 
 
-def _have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits, NaN included."""
     first, second = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
     return torch.equal(first, second)

@@ -17,7 +17,7 @@ from torch import nn
 
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
-from quark.torch.pipeline.hidden_states import OutputForm, split_hidden_states
+from quark.torch.pipeline.hidden_states import OutputForm, OutputForms, split_hidden_states
 
 _OUTSIDE = ""  # maker of tensors that come from outside of the stack
 
@@ -69,7 +69,7 @@ class _Watcher:
 
     def __init__(self) -> None:
         self.stacks: list[Stack] = []
-        self._forms: dict[str, OutputForm] = {}
+        self._forms = OutputForms()
         self._last: list[tuple[torch.Tensor, int]] = []  # tensors returned, and their versions
         self._shape = torch.Size()  # of the hidden states that the block received
         self._received: set[int | str] = set()  # arguments of the first block that are tensors
@@ -82,7 +82,8 @@ class _Watcher:
         if any(name in stack.names for stack in self.stacks):
             raise ValueError(f"{name} runs more than once in a forward pass.")
         x, (more, named) = split_hidden_states(args, kwargs)
-        self._shape = x.shape
+        keeps_shape, self._shape = x.shape == self._shape, x.shape
+        self._forms.receive(x)
         others: dict[Any, Any] = {**dict[Any, Any](enumerate(more)), **named}
         # Example: image and text both pass all blocks of Flux. The text is a tensor for the first
         # block, and the block before made it for the others: blocks that change two streams are
@@ -90,14 +91,14 @@ class _Watcher:
         made = {key for key, value in others.items() if self._makers_of(value)}
         makers = {maker for value in others.values() for maker in self._makers_of(value)}
         self._makers.pop(id(x), None)  # hidden states of all blocks would fill the memory
-        is_same = any(x is y and _version(x) == version for y, version in self._last)
+        is_same = keeps_shape and any(x is y and _version(x) == v for y, v in self._last)
         is_shared = not made & self._received and makers <= {s.names[0] for s in self.stacks[-1:]}
         if is_same and is_shared:
             stack = self.stacks.pop()
             shares = stack.shares or bool(makers)
             self.stacks.append(stack._replace(names=[*stack.names, name], shares=shares))
         else:
-            self.stacks.append(Stack([name], False, self._forms))
+            self.stacks.append(Stack([name], False, self._forms.by_name))
             self._makers.clear()
             self._received = {key for key, value in others.items() if [*iter_tensors([value])]}
         for tensor in iter_tensors(list(others.values())):
@@ -110,10 +111,9 @@ class _Watcher:
 
     def leave(self, name: str, output: Any) -> None:
         """Record what a block returns."""
-        self._forms[name] = OutputForm.of(output, self._shape)
+        self._forms.leave(name, output, self._shape)
         tensors = list(iter_tensors(output))
-        keeps_shape = any(tensor.shape == self._shape for tensor in tensors)
-        self._last = [(tensor, _version(tensor)) for tensor in tensors if keeps_shape]
+        self._last = [(tensor, _version(tensor)) for tensor in tensors]
         for tensor in tensors:
             self._makers.setdefault(id(tensor), (name, tensor))
 

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from quark.torch.evaluation.samples import complete_batches
+from quark.torch.graph.changed_parameters import find_changed_parameters
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import SWITCH, widens_products
+from quark.torch.graph.quantized_mark import marked
 from quark.torch.graph.shared_inputs import same_input_groups
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
@@ -27,6 +29,7 @@ from quark.torch.quantization.algorithms import check_algorithms, find_algorithm
 from quark.torch.quantization.calibration import needs_data, requires_data
 from quark.torch.quantization.config.attention import softmax_layers
 from quark.torch.quantization.config.config import Config
+from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.config.parts import has_towers
 from quark.torch.quantization.config.resolution import (
     add_shared_inputs,
@@ -39,7 +42,7 @@ from quark.torch.quantization.nn.attention_trial import prove_projections
 from quark.torch.quantization.nn.cached_outputs import layers_to_prove, prove_cached_outputs
 from quark.torch.quantization.nn.experts import stack_experts, temporarily_split_experts
 from quark.torch.quantization.nn.fused_layers import with_fused_layers
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.probabilities import (
     find_idle,
     probability_modules,
@@ -79,7 +82,7 @@ def check(
     if statistics is not None:
         dataloader = None if dataloader is None else make_repeatable(dataloader)
         _check_statistics(model, config, dataloader, statistics)
-    with temporarily_split_experts(model) as experts:
+    with marked(model), temporarily_split_experts(model) as experts:
         config = with_fused_layers(config, model)
         shares, config = shares_inputs(config), resolve_names(config, model)
         layers = select_layers(model, config)
@@ -99,8 +102,9 @@ def check(
         if data is not None and runs:
             digest = check_data(model, data, bool(algorithms))
             data = keep_rows_together(model, data)
-            if (algorithms or is_static) and has_towers(model):
-                config, layers = leave_unreached_in_float(model, config, layers, data)
+        check_steady(model, data if runs else None)
+        if data is not None and (algorithms or is_static) and has_towers(model):
+            config, layers = leave_unreached_in_float(model, config, layers, data)
         if data is not None:
             config, layers = leave_unpassed_in_float(model, config, layers, data)
         stack_experts(experts, keep=layers)
@@ -168,7 +172,7 @@ def check_cached_outputs(model: nn.Module, config: Config) -> None:
     Raises:
         ValueError: They give other outputs too, such as queries.
     """
-    operators = [name for name, module in model.named_modules() if is_operator(type(module))]
+    operators = [name for name, module in model.named_modules() if is_operator_module(module)]
     layers = layers_to_prove(model, operators, resolve_names(config, model))
     ids, mask = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 1, 8, 8)  # no values are read
 
@@ -178,6 +182,32 @@ def check_cached_outputs(model: nn.Module, config: Config) -> None:
 
     if layers:
         prove_cached_outputs(model, layers, run)
+
+
+def check_steady(model: nn.Module, batches: Iterable[Any] | None = None) -> None:
+    """Check that a model does not change its parameters while it runs, as far as shapes tell.
+
+    Codes cannot be changed so, and what a pass has changed would be stored, and changed once more
+    by the loaded model. A model that does not run without values is not checked.
+
+    Args:
+        model: A float model, which may be on the meta device. It is unchanged afterwards.
+        batches: Calibration data; None for any tokens.
+
+    Raises:
+        ValueError: It does.
+    """
+    changed: dict[str, str] = {}
+    with suppress(Exception):
+        batch = _trial_batch(model, batches)
+        changed = find_changed_parameters(model, lambda empty: run_batch(empty, batch))
+    if changed:
+        raise ValueError(
+            f"{names_as_subject(changed)} changed in place while {type(model).__name__} runs "
+            f"({next(iter(changed.values()))}), and a quantized weight cannot be. Set the option "
+            "of its configuration (config.json) that switches this off, such as rescale_every=0 "
+            "of RWKV."
+        )
 
 
 def _none_if_empty(batches: Iterable[Any] | None) -> Iterable[Any] | None:
@@ -268,7 +298,7 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
     """
     if not plan.algorithms:
         return None
-    with temporarily_split_experts(model) as experts:
+    with marked(model), temporarily_split_experts(model) as experts:
         stack_experts(experts, keep=plan.layers)
         run = _trial_run(model, plan.batches if plan.has_data else None)
         proves = {need for a, options in plan.algorithms for need in a.proves(options)}
@@ -277,6 +307,12 @@ def discover_structure(model: nn.Module, plan: Plan) -> Structure | None:
 
 def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], None]:
     """Return a function that runs a model on the first tokens of the data, or on any tokens."""
+    batch = _trial_batch(model, batches)
+    return lambda: run_batch(model, batch)
+
+
+def _trial_batch(model: nn.Module, batches: Iterable[Any] | None) -> Any:
+    """Return the first tokens of the data, or any tokens."""
     if batches is not None:
         first = next(iter(flatten_batches(batches)), None)
         if first is None:
@@ -291,7 +327,7 @@ def _trial_run(model: nn.Module, batches: Iterable[Any] | None) -> Callable[[], 
                 "model."
             )
         [first] = complete_batches(model, [torch.arange(32).unsqueeze(0) % words])
-    return lambda: run_batch(model, take_excerpt(first))
+    return take_excerpt(first)
 
 
 def with_shared_inputs(config: Config, model: nn.Module, batches: Iterable[Any] | None) -> Config:

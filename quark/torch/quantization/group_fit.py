@@ -18,7 +18,7 @@ from quark.torch.quantization.config.resolution import resolve_names
 from quark.torch.quantization.model_shape import name_of_kind
 from quark.torch.quantization.nn.experts import temporarily_split_experts
 from quark.torch.quantization.nn.layer import QuantizedLayer, float_class, input_axis
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.preparation import find_undivided_axis
 
 _POWERS = (256, 128, 64, 32)  # group sizes that other software reads
@@ -168,7 +168,7 @@ def _quantized_layers(
         operators = {
             name: float_class(module) if isinstance(module, QuantizedLayer) else type(module)
             for name, module in modules.items()
-            if isinstance(module, QuantizedLayer) or is_operator(type(module))
+            if isinstance(module, QuantizedLayer) or is_operator_module(module)
         }
         layers = assign(operators, resolve_names(config, model))
         return layers, {name: _shape_of(modules[name]) for name in layers}

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from quark.torch.graph.alignment import align_parameters
+from quark.torch.graph.quantized_mark import set_mark
 from quark.torch.pipeline.context import Algorithm
 from quark.torch.pipeline.statistics import Statistics
 from quark.torch.quantization.config.algo import AlgoConfig
@@ -64,6 +65,10 @@ def _align_parameters(model: nn.Module, plan: Plan) -> None:
         align_parameters(model)
 
 
+def _mark(model: nn.Module, plan: Plan) -> None:
+    set_mark(model)
+
+
 def _split_experts(model: nn.Module, plan: Plan) -> None:
     stack_experts(split_experts(model), keep=plan.layers)
     if plan.statistics is not None:
@@ -93,6 +98,7 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
 
 # Applied in this order.
 PREPARATIONS = (
+    _mark,
     _align_parameters,
     _split_experts,
     _replace_layers,

@@ -10,18 +10,25 @@ from typing import Any
 
 from torch import nn
 
+from quark.torch.graph.quantized_mark import set_mark
 from quark.torch.graph.residency import residency_of
 from quark.torch.numerics.finite import check_finite, find_infinite
 from quark.torch.quantization.config.compatibility import check_compatibility, warn_about_ignored
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.linear_classes import operator_class
 from quark.torch.quantization.config.match import assign, report_unmatched
+from quark.torch.quantization.config.name_lookup import names_as_subject
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import QuantizedLayer, input_axis, is_linear
-from quark.torch.quantization.nn.operators import is_operator, operator, operator_names
+from quark.torch.quantization.nn.operators import (
+    is_operator,
+    is_operator_module,
+    operator,
+    operator_names,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +116,7 @@ def mark_as_quantized(model: nn.Module, config: Config, given: Config | None = N
     holder: Any = model
     holder.quant_config = config
     holder._given_config = deepcopy(given)
+    set_mark(model)
     if hasattr(model, "save_pretrained"):
         holder.save_pretrained = partial(save_in_training, model)
     for _, layer in quantized_layers(model):
@@ -154,7 +162,7 @@ def select_layers(
             "import_model_from_safetensors(None, directory, dequantize=True)."
         )
     _check_layer_types(names, config)
-    candidates = {name: kind for name, kind in names.items() if is_operator(kind)}
+    candidates = {name: type(m) for name, m in modules.items() if is_operator_module(m)}
     supported = operator_names()
     if not candidates:
         raise ValueError(
@@ -181,6 +189,7 @@ def select_layers(
                 "memory, and this one is read part by part. Leave them out, or load the model."
             )
     if warns:
+        _warn_of_computed_weights(model)
         _warn_of_float_modules(model)
     return layers
 
@@ -222,11 +231,23 @@ def restore_layers(model: nn.Module) -> None:
         layer.to_float()
 
 
+def _warn_of_computed_weights(model: nn.Module) -> None:
+    """Warn about operators whose weight is no parameter; see ``is_operator_module``."""
+    left = [n for n, m in model.named_modules() if is_operator(type(m)) and not is_operator_module(m)]
+    if left:
+        logger.warning(
+            "%s left in float: a hook computes the weight before each pass. To quantize it, make "
+            "it a parameter: torch.nn.utils.remove_weight_norm, remove_spectral_norm, or "
+            "prune.remove.",
+            names_as_subject(left),
+        )
+
+
 def _warn_of_float_modules(model: nn.Module) -> None:
     """Warn about modules that cannot be quantized, if they hold more than 5 % of the parameters."""
     sizes: dict[str, int] = {}
     counted = {
-        id(p) for m in model.modules() if is_operator(type(m)) for p in m._parameters.values()
+        id(p) for m in model.modules() if is_operator_module(m) for p in m._parameters.values()
     }
     for name, module in model.named_modules():
         own = {id(p): p for p in module._parameters.values() if p is not None and p.dim() > 1}

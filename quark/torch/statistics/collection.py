@@ -25,6 +25,7 @@ from quark.torch.algorithm.layers import block_layers, to_matrix
 from quark.torch.graph.alignment import align_parameters
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.quantized_mark import marked
 from quark.torch.graph.residency import residency_of
 from quark.torch.graph.structure import Structure
 from quark.torch.pipeline.accumulators import Gram, TokenSample
@@ -53,6 +54,7 @@ from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.nn.experts import corresponding_experts, temporarily_split_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import input_axis, is_linear
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.padding import without_padding
 from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.quantization.preparation import (
@@ -113,7 +115,7 @@ def collect_statistics(
     align_parameters(model)
     batches = keep_rows_together(model, batches)
     first = next(iter(flatten_batches(batches)))
-    with temporarily_split_experts(model):
+    with marked(model), temporarily_split_experts(model):
         check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
         names = list(_find_linear_layers(model, structure))
@@ -167,7 +169,8 @@ def _describe_refusal(model: nn.Module) -> str:
 def _find_linear_layers(model: nn.Module, structure: Structure) -> Iterator[str]:
     blocks = tuple(f"{block}." for block in structure.blocks)
     for name, module in model.named_modules():
-        if is_linear(type(module)) and name.startswith(blocks):
+        is_plain = is_linear(type(module)) and is_operator_module(module)
+        if is_plain and name.startswith(blocks):
             yield name
 
 

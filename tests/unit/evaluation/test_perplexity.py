@@ -10,6 +10,7 @@ from torch import nn
 
 from quark.torch.evaluation import output_head as module
 from quark.torch.evaluation.perplexity import perplexity, token_windows
+from quark.torch.export.recognition import load_checkpoint
 
 VOCABULARY = 11
 
@@ -199,6 +200,14 @@ class TestPerplexity:
         with torch.no_grad():
             model.model.layers[1].mlp.down_proj.weight[3, 5] = math.nan
         with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight has NaN"):
+            perplexity(model, windows % 64)
+
+    def test_a_window_of_a_loaded_quantized_model_is_named(
+        self, build, quantize, export, windows: torch.Tensor
+    ) -> None:
+        model = load_checkpoint(export(quantize(build(), "int8_wo")))
+        model.lm_head.register_forward_hook(lambda *args: args[-1] * math.nan)
+        with pytest.raises(FloatingPointError, match=r"window 0 of 7 .*the weights are finite"):
             perplexity(model, windows % 64)
 
     def test_excluded_token_is_not_finite(self, windows: torch.Tensor) -> None:

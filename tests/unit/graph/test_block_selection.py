@@ -25,6 +25,28 @@ class Stage(nn.Module):
         return x if self.last else x[:, ::2]
 
 
+class PairStage(Stage):
+    """A stage of Swin V2: it returns what it passes on, and that before it was cut."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return (x if self.last else x[:, ::2]), x
+
+
+class PairModel(nn.Module):
+    """Two stages, of which each receives the first item of the one before."""
+
+    def __init__(self, reshapes=True):
+        super().__init__()
+        self.stages = nn.ModuleList(PairStage(not reshapes or i == 1) for i in range(2))
+
+    def forward(self, x):
+        for stage in self.stages:
+            x, _ = stage(x)
+        return x
+
+
 class Model(nn.Module):
     """Two stages."""
 
@@ -46,9 +68,11 @@ INNER = [f"stages.{i}.blocks.{j}" for i in range(2) for j in range(2)]
     [
         (Model(), INNER),
         (Model(reshapes=False), ["stages.0", "stages.1"]),
+        (PairModel(), INNER),
+        (PairModel(reshapes=False), ["stages.0", "stages.1"]),
         (Model(chained=False), ["stages.1"]),  # members side by side, as experts
     ],
-    ids=["stages", "blocks", "experts"],
+    ids=["stages", "blocks", "pair stages", "pair blocks", "experts"],
 )
 def test_blocks(model, expected):
     x = torch.randn(1, 8, 8)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quark.torch.pipeline.hidden_states import OutputForm, split_hidden_states
+from quark.torch.pipeline.hidden_states import OutputForm, OutputForms, split_hidden_states
 
 
 def test_hidden_states_by_position_or_by_name():
@@ -37,3 +37,25 @@ def test_forms(output, place, is_plain):
         assert type(wrapped) is type(output)
         assert (wrapped if isinstance(output, torch.Tensor) else wrapped[place]) is y
         assert isinstance(output, torch.Tensor) or len(wrapped) == len(output)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_hidden_states_are_what_the_next_block_receives(place):
+    """Not the first tensor of the shape: all three have it."""
+    output, forms = tuple(torch.ones(2, 3) for _ in range(3)), OutputForms()
+    forms.leave("one", output, X.shape)
+    assert forms.by_name["one"].place == 0  # as long as nothing receives it
+    forms.receive(output[place])
+    forms.leave("two", output[place], X.shape)
+    assert forms.by_name["one"].place == place
+    y = torch.zeros(2, 3)
+    wrapped = forms.by_name["one"].wrap(y)
+    assert wrapped[place] is y
+    assert all(wrapped[i] is output[i] for i in range(3) if i != place)
+
+
+def test_a_tensor_that_is_made_between_blocks_leaves_the_form():
+    forms = OutputForms()
+    forms.leave("one", (OTHER, X), X.shape)
+    forms.receive(X + 1)
+    assert forms.by_name["one"].place == 1

@@ -5,9 +5,10 @@ import torch
 
 from quark.torch import ModelQuantizer, collect_statistics
 from quark.torch.algorithm.registry import ALGORITHMS
+from quark.torch.export.recognition import load_checkpoint
 from quark.torch.quantization.config.algo import ALGO_CONFIGS
 from tests.configurations import preset
-from tests.models.architectures import tokens, varied
+from tests.models.architectures import build, small_config, tokens, varied
 
 OPTIONS = {
     "autoround": {"iters": 1},
@@ -81,3 +82,36 @@ def test_statistics(unchanged):
     model.get_parameter(PLACES[0]).data[0, 0] = torch.nan
     with unchanged(model), pytest.raises(ValueError, match=r"up_proj\.weight has NaN or infinite"):
         collect_statistics(model, [tokens()])
+
+
+class TestParametersThatAPassChanges:
+    """RWKV rescales weights when it runs first; packed ones could not be written to."""
+
+    RESCALED = r"rwkv\.blocks\.0\.attention\.output\.weight.* changed in place .*rescale_every=0"
+
+    @pytest.mark.parametrize("scheme", ["int8_wo", SCHEME])
+    @pytest.mark.parametrize("has_run", [False, True])
+    def test_the_model_is_refused(self, unchanged, scheme, has_run):
+        model = varied_rwkv()
+        if has_run:
+            model(tokens())
+        with unchanged(model), pytest.raises(ValueError, match=self.RESCALED):
+            ModelQuantizer(preset(scheme)).quantize_model(model, [tokens()])
+
+    def test_files_are_refused(self, tmp_path):
+        varied_rwkv().save_pretrained(tmp_path / "float")
+        with pytest.raises(ValueError, match=self.RESCALED):
+            ModelQuantizer(preset("int8_wo")).direct_quantize_checkpoint(
+                tmp_path / "float", tmp_path / "quantized"
+            )
+        assert not (tmp_path / "quantized").exists()
+
+    def test_without_the_option_the_checkpoint_has_the_bits_of_the_model(self, export):
+        model = varied_rwkv(rescale_every=0)
+        model = ModelQuantizer(preset("int8_wo")).quantize_model(model)
+        expected = ModelQuantizer.freeze(model)(tokens()).logits
+        assert torch.equal(load_checkpoint(export(model))(tokens()).logits, expected)
+
+
+def varied_rwkv(**options):
+    return build(small_config("rwkv", **options), torch.float32)

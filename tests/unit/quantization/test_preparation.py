@@ -2,12 +2,14 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from quark.torch import ModelQuantizer
+from quark.torch import ModelImporter, ModelQuantizer
 from quark.torch.quantization.config.config import (
     Config,
     FP8E4M3PerChannelSpec,
@@ -26,6 +28,11 @@ from quark.torch.quantization.preparation import (
     select_layers,
 )
 
+HOOKS = {
+    "weight_norm": torch.nn.utils.weight_norm,
+    "spectral_norm": torch.nn.utils.spectral_norm,
+    "prune": partial(prune.l1_unstructured, name="weight", amount=3),
+}
 INT8 = QuantizationConfig(weight=Int8PerTensorSpec().to_quantization_spec())
 FP8 = QuantizationConfig(weight=FP8E4M3PerTensorSpec().to_quantization_spec())
 
@@ -251,6 +258,23 @@ class TestPrepareAndRestore:
         config = Config(INT8, exclude=["1"])
         with pytest.raises(ValueError, match=r"Modules of Special stay in float: the forward"):
             select_layers(model, config)
+
+    @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+    @pytest.mark.parametrize("inputs", [None, Int8PerTensorSpec().to_quantization_spec()])
+    def test_a_weight_that_a_hook_computes_is_left_alone(self, hook, inputs, export, caplog):
+        def make():
+            torch.manual_seed(0)
+            return nn.Sequential(hook(nn.Linear(8, 8)), nn.Linear(8, 8)).eval()
+
+        model, x = make(), torch.randn(4, 8)
+        config = Config(replace(INT8, input_tensors=inputs))
+        first = model[0](x)
+        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [x]))
+        assert "0 is left in float: a hook computes the weight" in caplog.text
+        assert type(model[0]) is nn.Linear and isinstance(model[1], QuantLinear)
+        assert torch.equal(model[0](x), first)
+        loaded = ModelImporter(export(model)).import_model_info(make())
+        assert torch.equal(loaded(x), model(x))
 
     def test_a_subclass_of_linear_that_computes_the_same_is_quantized(self, build, logits):
         model = build("falcon", bias=True)

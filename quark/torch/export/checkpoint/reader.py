@@ -35,7 +35,7 @@ from quark.torch.quantization.nn.attention import (
 )
 from quark.torch.quantization.nn.experts import split_experts, stack_experts
 from quark.torch.quantization.nn.layer import QuantizedLayer
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.packed import PackedLayer, PackedQuantizer
 from quark.torch.quantization.nn.probabilities import (
     probability_modules,
@@ -70,7 +70,7 @@ def quantized_layers(model: nn.Module, config: Config) -> dict[str, Quantization
     """
     if any(isinstance(m, QuantizedLayer) for m in model.modules()):
         raise ValueError("The model is quantized already: give the float architecture.")
-    operators = {n: type(m) for n, m in model.named_modules() if is_operator(type(m))}
+    operators = {n: type(m) for n, m in model.named_modules() if is_operator_module(m)}
     layers = assign(operators, config)
     if not layers:
         raise ValueError(
@@ -89,7 +89,7 @@ def prepare_layers(
     probabilities = probability_modules(model, layers, fmt.config)
     for name, layer in layers.items():
         module = model.get_submodule(name)
-        if is_operator(type(module)):
+        if is_operator_module(module):
             _prepare_layer(module, name, layer, fmt)
     projections = attention_projections(layers, fmt.config)
     route_projections(model, projections, rotates_keys(fmt.config))

@@ -37,7 +37,7 @@ from quark.torch.quantization.graph_mode.edges import EDGES
 from quark.torch.quantization.nn.attention import PROBABILITIES, key_routes
 from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.layer import QuantizedLayer, float_class
-from quark.torch.quantization.nn.operators import is_operator
+from quark.torch.quantization.nn.operators import is_operator_module
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ def _naming_all(model: nn.Module, config: Config) -> Config:
             exclude += [name, f"{name}.*"]
         weight = module._parameters.get("weight")
         own = weight is not None and weight.dim() == 2 and not isinstance(module, QuantizedLayer)
-        if own and not is_operator(type(module)) and config_for(name, type(module), config):
+        if own and not is_operator_module(module) and config_for(name, type(module), config):
             exclude.append(name)
     return replace(config, exclude=list(dict.fromkeys([*exclude, *saved_names(model, exclude)])))
 

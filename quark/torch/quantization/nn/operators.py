@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quark.torch.quantization.config.linear_classes import operator_class
+from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.runtime_layer import RuntimeLayer
 
@@ -191,6 +192,17 @@ _CONV1D = "transformers.pytorch_utils.Conv1D"
 def is_operator(kind: type[nn.Module]) -> bool:
     """Whether modules of this type can be quantized; see ``operator_class`` for subclasses."""
     return operator_class(kind) in OPERATORS or _is_conv1d(kind)
+
+
+def is_operator_module(module: nn.Module) -> bool:
+    """Whether a module can be quantized: an operator whose weight is a parameter.
+
+    ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune`` compute the weight from other
+    parameters before each pass; it is a plain attribute then.
+    """
+    return is_operator(type(module)) and all(
+        name in module._parameters or getattr(module, name, None) is None for name in PARAMETERS
+    )
 
 
 def operator_names() -> str:

@@ -78,7 +78,15 @@ class PackedParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and _returns_view(func):
+            # torch refuses a view of a normal tensor that was made in inference mode
+            with torch.inference_mode(False):
+                return cls._compute(func, args, kwargs or {})
+        return cls._compute(func, args, kwargs or {})
+
+    @classmethod
+    def _compute(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute an operation of torch."""
         if func in (_ATEN.detach.default, _ATEN.alias.default):
             return args[0]._with_codes(args[0].codes)
         if func is _ATEN._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
@@ -160,6 +168,12 @@ def is_exporting() -> bool:
     """Whether ``torch.export`` is turning a model into a graph."""
     tracer = sys.modules.get("torch.export._trace")
     return getattr(tracer, "_EXPORT_MODULE_HIERARCHY", None) is not None
+
+
+def _returns_view(func: Any) -> bool:
+    """Whether an operation returns a view of an argument."""
+    aliases = [r.alias_info for r in func._schema.returns if r.alias_info]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _unpacked(leaf: Any) -> Any:

@@ -123,6 +123,34 @@ def test_a_model_of_audio(quark, tmp_path):
     assert "--tasks: WhisperForConditionalGeneration does not predict" in done.output
 
 
+@pytest.mark.parametrize("name", ["HubertModel", "Wav2Vec2ForSequenceClassification"])
+def test_a_model_of_audio_whose_type_has_a_tokenizer(quark, tmp_path, name):
+    """Classes of such tokenizers and processors raise TypeError where there is no vocabulary."""
+    import transformers
+
+    source, out, sounds = tmp_path / "model", tmp_path / "out", tmp_path / "sounds"
+    kind = getattr(transformers, name)
+    sizes = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2)}
+    sizes |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = kind.config_class(**sizes, intermediate_size=32, num_feat_extract_layers=2)
+    torch.manual_seed(0)
+    kind(config).save_pretrained(source)
+    transformers.Wav2Vec2FeatureExtractor(sampling_rate=4000).save_pretrained(source)
+    sounds.mkdir()
+    write_wave(sounds / "a.wav", [0.1 * (k % 7) for k in range(800)])
+    flags = ["--model_dir", source, "--output_dir", out, "--quant_scheme", "fp8"]
+    done = quark("quantize", *flags, "--dataset", sounds)
+    assert done.exit_code == 0, done.output
+    assert quantized(out)
+    assert load_checkpoint(out)(torch.zeros(1, 800))[0].isfinite().all()
+    assert json.loads((out / "preprocessor_config.json").read_text())["sampling_rate"] == 4000
+    (source / "preprocessor_config.json").unlink()
+    done = quark("quantize", *flags, "--overwrite", "--dataset", sounds)
+    assert done.exit_code == 2
+    assert "model has no processor that can be loaded" in done.output
+
+
 def test_a_model_of_images(quark, tmp_path):
     image = pytest.importorskip("PIL.Image")
     from transformers import ViTForImageClassification, ViTImageProcessor

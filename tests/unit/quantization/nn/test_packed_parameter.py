@@ -51,6 +51,30 @@ def test_operations_compute_with_the_values(loaded):
     assert type(layer.weight.clone()) is torch.Tensor
 
 
+VIEWS = {
+    "detach": torch.Tensor.detach,
+    "data": lambda x: x.data,
+    "t": torch.Tensor.t,
+    "view": lambda x: x.view(-1),
+    "row": lambda x: x[3],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_are_taken_in_inference_mode_too(loaded, view):
+    """``detach`` failed there, and with it every check of the parameters and ``state_dict``."""
+    model, layer = loaded
+    values, before = layer.value("weight"), layer.state_dict()
+    with torch.inference_mode():
+        seen = view(layer.weight)
+        assert torch.equal(seen + 0, view(values))
+        stored = model.state_dict()
+    assert torch.equal(view(layer.weight) + 0, view(values))
+    for name, tensor in before.items():
+        own = stored[f"{LAYER}.{name}"]
+        assert own.dtype == tensor.dtype and torch.equal(own.float(), tensor.float())
+
+
 def test_conversions_change_the_values_alone(loaded):
     model, layer = loaded
     stored, values = layer.state_dict()["weight"].clone(), layer.value("weight")
