@@ -233,7 +233,9 @@ def restore_layers(model: nn.Module) -> None:
 
 def _warn_of_computed_weights(model: nn.Module) -> None:
     """Warn about operators whose weight is no parameter; see ``is_operator_module``."""
-    left = [n for n, m in model.named_modules() if is_operator(type(m)) and not is_operator_module(m)]
+    left = [
+        n for n, m in model.named_modules() if is_operator(type(m)) and not is_operator_module(m)
+    ]
     if left:
         logger.warning(
             "%s left in float: a hook computes the weight before each pass. To quantize it, make "
