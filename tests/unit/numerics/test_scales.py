@@ -276,6 +276,7 @@ SCALE_TYPES = {
     "float16": (torch.float16, None, 2.0**-10),
     "bfloat16": (torch.bfloat16, None, 2.0**-7),
     "pof2": (torch.float32, POWERS, 0.5),
+    "power_of_2": (torch.float32, POWERS, 0.5),
     "float8_e8m0fnu": (torch.float32, POWERS, 0.78),
     "float8_e5m3": (torch.float32, E5M3_NUMBERS, 0.1),
 }

@@ -147,6 +147,7 @@ def test_the_documented_combination(quantize):
 def test_options_that_cannot_be(flags, said, refused, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load_model", None)
     file = tmp_path / "smooth.json"
-    file.write_text(json.dumps({"name": "smooth", "alpha": 2}))
+    alpha = 2 if said == "got 2" else 0.5
+    file.write_text(json.dumps({"name": "smooth", "alpha": alpha}))
     place = ["--model_dir", model_dir, "--output_dir", tmp_path / "out", "--quant_scheme", "int8"]
     assert said in refused("quantize", *place, *(flag.format(file=file) for flag in flags))

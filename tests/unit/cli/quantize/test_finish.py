@@ -80,7 +80,7 @@ def test_options_of_a_finish(quantize, tmp_path):
         ("{", "cannot be read as JSON"),
         ("[3]", "holds list. Give an object with some of steps, batch_size"),
         ('{"step": 3}', "holds step. Give"),
-        ('{"steps": 0}', "steps=0: give a positive number"),
+        ('{"steps": 0}', "DistillationOptions.steps must be at least 1, got 0"),
         ('{"steps": "3"}', "steps: expected an integer"),
     ],
 )
