@@ -189,7 +189,6 @@ def select_layers(
                 "memory, and this one is read part by part. Leave them out, or load the model."
             )
     if warns:
-        _warn_of_computed_weights(model)
         _warn_of_float_modules(model)
     return layers
 
@@ -233,9 +232,8 @@ def restore_layers(model: nn.Module) -> None:
 
 def _warn_of_computed_weights(model: nn.Module) -> None:
     """Warn about operators whose weight is no parameter; see ``is_operator_module``."""
-    left = [
-        n for n, m in model.named_modules() if is_operator(type(m)) and not is_operator_module(m)
-    ]
+    operators = {n: m for n, m in model.named_modules() if is_operator(type(m))}
+    left = [name for name, module in operators.items() if not is_operator_module(module)]
     if left:
         logger.warning(
             "%s left in float: a hook computes the weight before each pass. To quantize it, make "
@@ -246,7 +244,11 @@ def _warn_of_computed_weights(model: nn.Module) -> None:
 
 
 def _warn_of_float_modules(model: nn.Module) -> None:
-    """Warn about modules that cannot be quantized, if they hold more than 5 % of the parameters."""
+    """Warn about modules that cannot be quantized, if they hold more than 5 % of the parameters.
+
+    Of those whose weight a hook computes, whatever they hold.
+    """
+    _warn_of_computed_weights(model)
     sizes: dict[str, int] = {}
     counted = {
         id(p) for m in model.modules() if is_operator_module(m) for p in m._parameters.values()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from quark.torch.graph.quantized_mark import MARK
 from quark.torch.pipeline.model_state import ModelState, restored_on_failure
 from quark.torch.quantization.checks import check, discover_structure
 from quark.torch.quantization.config.algo import SmoothQuantConfig
@@ -40,6 +41,7 @@ def config():
 def traces(model):
     """Which preparations a model shows."""
     return (
+        hasattr(model.config, MARK),
         any(isinstance(module, LinearExperts) for module in model.modules()),
         any(True for _ in quantized_layers(model)),
         any(isinstance(getattr(m, "config", None), AttentionRoute) for m in model.modules()),
