@@ -57,6 +57,8 @@ def without_products(model: nn.Module) -> nn.Module:
     given[id(residency_of(model))] = None
     copied = deepcopy(model, given)
     for module in copied.modules():
+        if vars(module).pop("_old_forward", None) is not None:  # a forward that loads values first
+            del module.forward
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
