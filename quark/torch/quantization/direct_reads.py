@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.replay import replace_forwards
-from quark.torch.graph.residency import residency_of
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
@@ -48,11 +47,10 @@ def leave_unpassed_in_float(
     A warning names the layers. A model that runs neither on the data nor on zeros is left alone.
 
     Args:
-        model: A float model, which is not changed; its parameters need no values without data.
+        model: A float model, which is not changed; its parameters need no values.
         config: Configuration with the names of the model.
         layers: Configuration of each layer to quantize.
-        batches: Data, of which the first batch runs. Without, and where a model is read in parts,
-            zeros run.
+        batches: Data, of which the first tokens run; zeros without.
     """
     names = _find_unpassed(model, layers, batches) if quantizes_activations(layers) else []
     if not names:
@@ -76,16 +74,21 @@ def leave_unpassed_in_float(
 
 
 def _find_unpassed(model: nn.Module, layers: Layers, batches: Iterable[Any] | None) -> list[str]:
+    """Return the layers whose weight is read while they are not called, in a run without values."""
     wanted = [name for name, layer in layers.items() if quantizes_activations({name: layer})]
-    with suppress(Exception):  # whatever the code of a model raises: the run itself will tell
-        if batches is not None and residency_of(model) is None:
-            batch = take_excerpt(next(iter(flatten_batches(batches))))
-            return find_direct_reads(model, wanted, partial(run_batch, model, batch))
-    with suppress(Exception):
-        if (zeros := zero_batch(model)) is not None:
-            shape = without_products(model)
-            return find_direct_reads(shape, wanted, partial(run_batch, shape, zeros))
+    with suppress(Exception):  # models that cannot be copied
+        shape = without_products(model)
+        for make in (partial(_excerpt, batches), partial(zero_batch, model)):
+            with suppress(Exception):  # whatever the code of a model raises: the run will tell
+                if (batch := make()) is not None:
+                    return find_direct_reads(shape, wanted, partial(run_batch, shape, batch))
     return []
+
+
+def _excerpt(batches: Iterable[Any] | None) -> Any:
+    """Return the first tokens of data; None without."""
+    first = None if batches is None else next(flatten_batches(batches), None)
+    return None if first is None else take_excerpt(first)
 
 
 def find_direct_reads(

@@ -167,3 +167,12 @@ def test_cached_keys_stay_in_float_too(caplog):
         "b.k_proj": ["weight"],
     }
     assert "The inputs and outputs of 1 layers, such as b.k_proj" in caplog.text
+
+
+def test_the_model_itself_neither_runs_nor_is_copied_with_its_hooks():
+    model, calls = Net(), []
+    model.register_forward_pre_hook(lambda *_: calls.append("model"))
+    model.read.register_forward_hook(lambda *_: calls.append("layer"))
+    without_products(model)(X)
+    assert calls == []
+    assert model._forward_pre_hooks and model.read._forward_hooks
