@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from quark.torch import ModelExporter, ModelQuantizer
 from quark.torch.evaluation.perplexity import perplexity
@@ -14,6 +15,7 @@ from quark.torch.export.checkpoint.streamed_model import stream_model
 from quark.torch.export.recognition import load_checkpoint
 from quark.torch.graph.residency import residency_of, resident
 from quark.torch.numerics.native.memory import spares_memory
+from quark.torch.pipeline.residency import is_placeholder
 from quark.torch.quantization.config import algo
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
@@ -157,7 +159,7 @@ def test_a_quantized_model(mode, batches, tmp_path):
     model = load_checkpoint(tmp_path / "out", max_memory=1 << 40)
     cache = residency_of(model)
     cache.limit = 0
-    assert all(p.is_meta for p in model.parameters())
+    assert all(p.is_meta or is_placeholder(p) for p in model.parameters())
     windows = torch.arange(64).view(4, 16)
     assert perplexity(model, windows) == perplexity(expected, windows)
     with torch.no_grad():
@@ -197,7 +199,29 @@ def test_a_tied_head_is_read_once(batches, tmp_path):
             assert len(places) == 1
             assert torch.equal(model(batches[0]).logits, expected(batches[0]).logits)
         residency_of(model).release()
-        assert model.lm_head.weight.is_meta and model.model.embed_tokens.weight.is_meta
+        assert all(is_placeholder(model.get_submodule(name).weight) for name in names)
+
+
+@pytest.mark.parametrize("excluded", [["lm_head"], []])
+def test_inputs_go_where_a_quantized_model_says(excluded, batches, tmp_path):
+    """Codes that are not in memory are on the meta device, and so is a quantized embedding."""
+    build(small_config("llama")).save_pretrained(tmp_path / "model")
+    layers = {} if excluded else {nn.Embedding: scheme("int8_wo")}
+    config = Config(scheme("int8_wo"), exclude=excluded, layer_type_quant_config=layers)
+    source, out = str(tmp_path / "model"), str(tmp_path / "out")
+    ModelQuantizer(config).direct_quantize_checkpoint(source, out)
+    expected, model = load_checkpoint(out), load_checkpoint(out, max_memory=1 << 40)
+    ids = batches[0]["input_ids"] if isinstance(batches[0], dict) else batches[0]
+    if excluded:
+        assert model.device == expected.device
+        with torch.no_grad():
+            assert torch.equal(model(ids.to(model.device)).logits, expected(ids).logits)
+        residency_of(model).release()
+        assert model.device == expected.device
+    else:
+        assert model.device.type == "meta"
+    with pytest.raises(ValueError, match="an input is on the meta device and has no values"):
+        model(ids.to("meta"))
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

@@ -109,7 +109,7 @@ class FileWork:
     def _kind(self, name: str) -> Any:
         """Return a key that layers share whose stored tensors have equal shapes and types."""
         layer = self.layers[name]
-        parameters = {n: getattr(layer, n) for n in PARAMETERS}
+        parameters = {n: getattr(layer, n, None) for n in PARAMETERS}
         shapes = [None if p is None else (p.shape, p.dtype) for p in parameters.values()]
         return layer.float_class, repr(layer.quant_config), *shapes
 

@@ -91,7 +91,7 @@ class Residency(UnitCache):
         self._checked: set[str] = set()  # parameters whose values have been checked
         for unit in self.units.values():
             for _, parameter in unit.parameters():
-                parameter.data = _placeholder(parameter, self.device)
+                parameter.data = placeholder(parameter, self.device)
         self._total = sum(map(self._size_of, self.units.values()))
         self._ahead = ReadAhead(source, self.device)
         self._next = _successors(list(self.units))
@@ -166,7 +166,7 @@ class Residency(UnitCache):
         return stored + sum(p.numel() * p.itemsize for _, p in self._parameters(unit))
 
     def _is_absent(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) not in self._held and _is_placeholder(parameter)
+        return id(parameter) not in self._held and is_placeholder(parameter)
 
     def _read(self, unit: Unit) -> None:
         self._drop_replaced(unit)
@@ -234,7 +234,7 @@ class Residency(UnitCache):
         present = {id(parameter) for _, parameter in self._parameters(unit)}
         for key, held in list(self._held.items()):
             if held.units == {unit.name} and key not in present:
-                held.parameter.data = _placeholder(held.parameter, self.device)
+                held.parameter.data = placeholder(held.parameter, self.device)
                 del self._held[key]
 
     def _readers(self, unit: Unit) -> dict[str, Callable[[], torch.Tensor]]:
@@ -254,7 +254,7 @@ class Residency(UnitCache):
             for name, quantizer, part in _scales(unit)
             if (scale := getattr(quantizer, part)) is not None
             and scale.numel() > 1
-            and _is_placeholder(scale)
+            and is_placeholder(scale)
         }
         for name, values in self.scratch.read(places).items():
             quantizer, part = places[name]
@@ -278,7 +278,7 @@ class Residency(UnitCache):
                     kept[self._name_of(held.parameter, parameters[key][0])] = held.parameter.data
         for key, (name, parameter) in parameters.items():
             # It took the place of another one since the unit was loaded.
-            if key not in self._held and not _is_placeholder(parameter):
+            if key not in self._held and not is_placeholder(parameter):
                 leaving.append(parameter)
                 kept[name] = parameter.data
         scales = {
@@ -292,10 +292,10 @@ class Residency(UnitCache):
             held.units.discard(unit.name)
         for parameter in leaving:
             self._held.pop(id(parameter), None)
-            parameter.data = _placeholder(parameter, self.device)
+            parameter.data = placeholder(parameter, self.device)
         for name, (quantizer, part, scale) in scales.items():
             self._scales.pop(name, None)
-            setattr(quantizer, part, _placeholder(scale, self.device))
+            setattr(quantizer, part, placeholder(scale, self.device))
         for name in self._stored_in(unit):
             self._stored[name].release(self._model, name)
 
@@ -371,14 +371,14 @@ class _Parts:
         return self._parts[name]
 
 
-def _is_placeholder(x: torch.Tensor) -> bool:
-    """Whether a tensor is the result of ``_placeholder``."""
+def is_placeholder(x: torch.Tensor) -> bool:
+    """Whether a tensor is the result of ``placeholder``."""
     if x.numel() > 1:
         return x.untyped_storage().nbytes() == x.itemsize
     return not x.numel() or (x.is_floating_point() and bool(x.isnan()))
 
 
-def _placeholder(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def placeholder(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the shape and type of another one that holds one element: NaN."""
     missing = torch.tensor(torch.nan if x.is_floating_point() else 0)
     return missing.to(device, x.dtype).expand(x.shape)

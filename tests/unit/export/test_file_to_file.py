@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig
 
 from quark.torch import ModelExporter, ModelQuantizer
@@ -97,6 +99,13 @@ class TestTheBytesOfMemory:
     def test_a_quantized_head_that_was_tied(self, source, compare):
         files = compare(config_of("int8_wo", exclude=[]), source("tied"))
         assert json.loads(files["config.json"])["tie_word_embeddings"] is False
+
+    @pytest.mark.parametrize("name", ["llama", "tied"])
+    def test_a_quantized_embedding(self, name, source, compare):
+        embeddings = {nn.Embedding: scheme("int8_wo")}
+        config = replace(config_of("int8_wo"), layer_type_quant_config=embeddings)
+        files = compare(config, source(name))
+        assert b"model.embed_tokens.weight_scale" in files["model.safetensors"]
 
     @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
     def test_scales_that_layers_share(self, name, source, compare, tmp_path):

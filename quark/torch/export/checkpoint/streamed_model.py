@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.float_model import report_unused
@@ -21,7 +22,7 @@ from quark.torch.export.checkpoint.reader import Loading, Reader
 from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.numerics.native.memory import spare_memory_of
 from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory
-from quark.torch.pipeline.residency import Residency
+from quark.torch.pipeline.residency import Residency, is_placeholder, placeholder
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import Unit, UnitCache
 
@@ -119,11 +120,29 @@ def stream_loading(
     if max_memory is not None:
         spare_memory_of(model)
     PackedResidency(model, loading, divide_memory(max_memory, device), device)
+    model.register_forward_pre_hook(_check_inputs, with_kwargs=True)
     return model.eval()
 
 
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse inputs on the meta device, where codes that are not in memory are.
+
+    Raises:
+        ValueError: A tensor has no values.
+    """
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+        raise ValueError(
+            f"{type(model).__name__}: an input is on the meta device and has no values. Give it on "
+            "the device that the model computes on, such as the CPU: parameters that are not in "
+            "memory are on the meta device, so the device of the first one does not tell."
+        )
+
+
 class PackedResidency(UnitCache):
-    """Residency of a quantized model, which nothing changes: released tensors are on meta.
+    """Residency of a quantized model, which nothing changes.
+
+    Released codes and scales are on the meta device. Released parameters in float, of which the
+    first one tells the device of a model, are placeholders where they are brought to.
 
     Args:
         model: The model.
@@ -141,7 +160,7 @@ class PackedResidency(UnitCache):
     ) -> None:
         super().__init__(model, limit, device)
         self._loading = loading
-        self._outline = {n: t.to("meta") for n, t in loading.outline.items()}
+        self._outline = {n: self._released(n, t) for n, t in loading.outline.items()}
         keys = loading.stored_names()
         self._names = {
             unit.name: {n: keys.get(n) for n in self._outline if _holds(unit, n)}
@@ -150,7 +169,15 @@ class PackedResidency(UnitCache):
         same: dict[str, list[str]] = defaultdict(list)  # name in the reader -> names of the model
         for name, key in keys.items():
             same[key].append(name)
+        for name in self._outline:
+            if _is_float(model, name):
+                put_tensor(model, name, self._outline[name])
         self._twins = {n: [t for t in names if t != n] for names in same.values() for n in names}
+
+    def _released(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what takes the place of a tensor that is not resident."""
+        is_plain = _is_float(self._loading.model, name)
+        return placeholder(tensor, self.device) if is_plain else tensor.to("meta")
 
     def _size_of(self, unit: Unit) -> int:
         tensors = [self._outline[name] for name in self._names[unit.name]]
@@ -174,13 +201,20 @@ class PackedResidency(UnitCache):
         for twin in self._twins.get(name, ()):
             path, _, attribute = twin.rpartition(".")
             parameter = getattr(self._loading.model.get_submodule(path), attribute)
-            if type(parameter) is nn.Parameter and not parameter.is_meta:
+            if type(parameter) is nn.Parameter and not is_placeholder(parameter):
                 return parameter.data
         return None
 
     def _drop(self, unit: Unit) -> None:
         for name in self._names[unit.name]:
             put_tensor(self._loading.model, name, self._outline[name])
+
+
+def _is_float(model: nn.Module, name: str) -> bool:
+    """Whether a tensor of a model is a parameter that is not stored as codes."""
+    path, _, attribute = name.rpartition(".")
+    found = getattr(model.get_submodule(path), attribute, None)
+    return type(found) is nn.Parameter and found.is_floating_point()
 
 
 def _holds(unit: Unit, name: str) -> bool:
