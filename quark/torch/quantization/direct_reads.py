@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.quantized_mark import marked
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
 from quark.torch.quantization.config.config import Config
@@ -76,7 +77,8 @@ def leave_unpassed_in_float(
 def _find_unpassed(model: nn.Module, layers: Layers, batches: Iterable[Any] | None) -> list[str]:
     """Return the layers whose weight is read while they are not called, in a run without values."""
     wanted = [name for name, layer in layers.items() if quantizes_activations({name: layer})]
-    with suppress(Exception):  # models that cannot be copied
+    # As a quantized model of Transformers, which may call what a float one reads.
+    with marked(model), suppress(Exception):  # models that cannot be copied
         shape = without_products(model)
         for make in (partial(_excerpt, batches), partial(zero_batch, model)):
             with suppress(Exception):  # whatever the code of a model raises: the run will tell

@@ -52,17 +52,16 @@ class Plan:
 def prepare(model: nn.Module, plan: Plan) -> None:
     """Prepare a float model for quantization, in place; ``ModelState`` restores it.
 
+    Parameters with which data or an algorithm computes are aligned, and stay so.
+
     Args:
         model: The float model.
         plan: How to quantize it.
     """
-    for step in PREPARATIONS:
-        step(model, plan)
-
-
-def _align_parameters(model: nn.Module, plan: Plan) -> None:
     if plan.has_data or plan.algorithms:
         align_parameters(model)
+    for step in PREPARATIONS:
+        step(model, plan)
 
 
 def _mark(model: nn.Module, plan: Plan) -> None:
@@ -99,7 +98,6 @@ def _restore_token_counts(model: nn.Module, statistics: Statistics) -> None:
 # Applied in this order.
 PREPARATIONS = (
     _mark,
-    _align_parameters,
     _split_experts,
     _replace_layers,
     _route_projections,

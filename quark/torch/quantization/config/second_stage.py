@@ -15,11 +15,12 @@ def second_stage_problem(spec: Any) -> str | None:
     if second is None:
         return None
     if not second.is_scale_quant:
-        if spec.fmt.is_float and spec.fmt.scaled:
+        if spec.fmt.scaled and (spec.fmt.is_float or spec.symmetric):
             return None
         return (
-            f"second_stage={second.dtype.name} cannot quantize its codes, which takes floats with "
-            "scales. Give a first stage such as fp8_e4m3, or leave out the second."
+            f"second_stage={second.dtype.name} cannot quantize its codes: those of floats with "
+            "scales and of symmetric integers have one. Give a first stage such as fp8_e4m3, or "
+            "leave out the second."
         )
     if second.fmt.is_float and second.fmt.scaled:
         return None

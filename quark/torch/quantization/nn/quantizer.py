@@ -173,7 +173,9 @@ class TensorQuantizer(FollowingRange):
             self.scale, self.zero_point = self.observer.calculate_qparams()
         if self.spec.quantizes_codes and x is not None:
             # The second stage may exceed the codes of the first by a third: -2 / 1.5 in int2.
-            largest = self.observer.largest / (1.5 * self.scheme.fmt.max_value)
+            largest = self.observer.largest / (
+                1.5 * (self.scheme.fmt.max_value or self.scheme.fmt.qmax)
+            )
             self.scale = self.scale.clamp(max=largest)  # type: ignore[union-attr]
             second = self._second()
             observer = second.make_observer()

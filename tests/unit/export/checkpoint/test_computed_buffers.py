@@ -115,7 +115,7 @@ class TestFalconH1:
         "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.125],
     }
 
-    @pytest.mark.parametrize("max_memory", [None, 1 << 30])
+    @pytest.mark.parametrize("max_memory", [None, 1 << 40])
     def test_a_loaded_checkpoint_has_the_bits_of_the_model(
         self, build, quantize, export, batches, max_memory
     ):

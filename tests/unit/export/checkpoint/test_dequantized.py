@@ -30,6 +30,10 @@ CASES = {
     "gptq": ("gptq", config(groups("int4"), exclude=("lm_head", "*router*", "*.gate"))),
     "quark int4": ("quark", preset("int4_wo_32")),
     "quark int4 fp8": ("quark", preset("int4_fp8")),
+    "quark int4 int8": (
+        "quark",
+        config([spec("int8", symmetric=True), spec("int4", "per_channel", symmetric=True)]),
+    ),
     "quark mxfp6": ("quark", preset("mxfp6_e3m2")),
 }
 MOES = {

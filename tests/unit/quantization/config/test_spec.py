@@ -56,9 +56,9 @@ BROKEN = {
         {"dtype": "fp4", **GROUP, "qat_spec": QATSpec(), "is_dynamic": True},
         "trained scales are static and of one stage",
     ),
-    "a second stage over integers": (
-        {"dtype": "int8", "qscheme": "per_tensor", "second_stage": INT4},
-        "second_stage=int4 cannot quantize its codes, which takes floats",
+    "a second stage over integers with zero points": (
+        {"dtype": "uint8", "qscheme": "per_tensor", "symmetric": False, "second_stage": INT4},
+        "second_stage=int4 cannot quantize its codes: those of floats with scales",
     ),
     "scales in integers": (
         {"dtype": "fp4", **GROUP, "second_stage": replace(INT4, is_scale_quant=True)},

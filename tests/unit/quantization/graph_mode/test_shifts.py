@@ -229,7 +229,7 @@ def test_limits_are_pairs_and_belong_to_graph_mode():
             ShiftLimits(cut=value)
     with pytest.raises(ValueError, match="read"):
         ShiftLimits(read=(1, 3))
-    with pytest.raises(TypeError, match="shift_limits: expected ShiftLimits"):
+    with pytest.raises(TypeError, match="shift_limits: expected a ShiftLimits"):
         Config(POWERS, shift_limits=(0, 16))
     with pytest.raises(ValueError, match="shift_limits is for quant_mode=fx_graph_mode"):
         ModelQuantizer(Config(POWERS, shift_limits=ShiftLimits())).quantize_model(network("unet"))
