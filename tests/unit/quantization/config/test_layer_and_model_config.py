@@ -101,14 +101,23 @@ INT4 = replace(INT8, dtype="int4")
 FLOAT16 = QuantizationSpec("float16")
 
 
-@pytest.mark.parametrize("first", [INT8, INT4, FLOAT16], ids=lambda spec: spec.dtype.name)
-def test_only_codes_of_floats_are_quantized_again(first):
+SHIFTED = replace(INT8, dtype="uint8", symmetric=False)
+
+
+@pytest.mark.parametrize("first", [SHIFTED, FLOAT16], ids=lambda spec: spec.dtype.name)
+def test_codes_with_zero_points_are_not_quantized_again(first):
     said = rf"weight: QuantizationSpec\(dtype={first.dtype.name}\): second_stage=int4 cannot"
     for stages in ([first, INT4], ProgressiveSpec(first, INT4).to_quantization_spec()):
         with pytest.raises(ValueError, match=said):
             QuantizationConfig(weight=stages)
     with pytest.raises(ValueError, match=said):
         QuantizationConfig.from_dict({"weight": [first.to_dict(), INT4.to_dict()]})
+
+
+@pytest.mark.parametrize("first", [INT8, INT4, FP8], ids=lambda spec: spec.dtype.name)
+def test_codes_with_scales_are_quantized_again(first):
+    layer = QuantizationConfig(weight=[first, INT4])
+    assert [stage.dtype.name for stage in layer.weight.stages] == [first.dtype.name, "int4"]
 
 
 @pytest.mark.parametrize("stages", [[INT8, "int4"], [None], [3, INT8]], ids=str)
