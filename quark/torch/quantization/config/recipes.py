@@ -17,6 +17,7 @@ _BLOCKS = {
     **{"name": "rotation", "r1": False, "rotation_size": 32},
     "online_config": {"online_rotation_layers": ["*"]},
 }
+_SEARCHED_SMOOTH = {"name": "autosmoothquant", "random_tokens": 0.5}
 _R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 
 # Name -> (scheme, options of algorithms in order). A client must rotate inputs to run what a recipe
@@ -29,7 +30,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
     "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
-    "w8a8_dynamic": ("ptpc_int8", (_STRONG_SMOOTH, _GPTQ)),
+    "w8a8_dynamic": ("ptpc_int8", (_SEARCHED_SMOOTH, _GPTQ)),
     "w4a4": ("int4_wa_signed_128", (_AWQ, _YAQA)),
     "w4a4_rotated": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
     "fp8": ("ptpc_fp8", (_GPTQ,)),
