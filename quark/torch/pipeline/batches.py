@@ -24,6 +24,24 @@ class FixedMapping(dict[str, Any]):
     """A batch of keyword arguments, likewise."""
 
 
+class WholeBatches:
+    """Batches that are neither split nor cut.
+
+    Args:
+        batches: Batches that can be iterated repeatedly.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in flatten_batches(self._batches):
+            if hasattr(batch, "items"):
+                yield FixedMapping(batch)
+            else:
+                yield FixedArguments([batch] if isinstance(batch, torch.Tensor) else batch)
+
+
 def run_batch(model: nn.Module, batch: Any) -> Any:
     """Call the model with one batch: a tensor, a mapping of arguments, or a list of either.
 

@@ -6,7 +6,7 @@ Batches of such a model stay whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +15,7 @@ from torch import nn
 
 from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.pipeline.batches import (
-    FixedArguments,
-    FixedMapping,
+    WholeBatches,
     count_sequences,
     flatten_batches,
     join_sequences,
@@ -68,21 +67,3 @@ def rows_of_sequence(model: nn.Module, batch: Any) -> int:
                 run_batch(shape, join_sequences([row] * rows))
                 return rows
     return 1
-
-
-class WholeBatches:
-    """Batches that are neither split nor cut.
-
-    Args:
-        batches: Batches that can be iterated repeatedly.
-    """
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in flatten_batches(self._batches):
-            if hasattr(batch, "items"):
-                yield FixedMapping(batch)
-            else:
-                yield FixedArguments([batch] if isinstance(batch, torch.Tensor) else batch)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from quark.torch.pipeline.batches import FixedArguments, FixedMapping, flatten_batches
+from quark.torch.pipeline.batches import WholeBatches, flatten_batches
 from quark.torch.pipeline.chunks import Chunks
 
 _DYNAMIC = (
@@ -89,12 +89,12 @@ def fit_batches(graph: fx.GraphModule, batches: Iterable[Any]) -> Iterable[Any]:
     if rows is not None:
         cut = Chunks(batches, sequences=rows, tokens=sys.maxsize)
         if next(_misfits(graph, cut), None) is None:
-            return _FixedBatches(cut)
+            return WholeBatches(cut)
         misfit = next(_misfits(graph, batches, any_rows=True), None)
     misfit = misfit or next(_misfits(graph, batches), None)
     if misfit is not None:
         raise ValueError(misfit)
-    return Chunks(batches) if rows is None else _FixedBatches(batches)
+    return Chunks(batches) if rows is None else WholeBatches(batches)
 
 
 def check_arguments(
@@ -123,21 +123,6 @@ def check_arguments(
         problem = _misfit(node, value)
         if problem is not None:
             raise ValueError(f"The arguments do not fit the graph: {problem}")
-
-
-class _FixedBatches:
-    """Batches that are never cut."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in flatten_batches(self._batches):
-            if hasattr(batch, "items"):
-                yield FixedMapping(batch)
-            else:
-                is_one = isinstance(batch, torch.Tensor)
-                yield FixedArguments([batch] if is_one else batch)
 
 
 def _fixed_rows(graph: fx.GraphModule) -> int | None:
