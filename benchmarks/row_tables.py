@@ -17,7 +17,7 @@ NUMBERS = ("alpha", "random_tokens", "output_damp_percent")  # stated with their
 
 
 def label(row: Row) -> str:
-    """Return what made a row, such as ``rotation R1 R2, gptq choose damping``."""
+    """Return the way to a row, such as ``rotation R1 R2, gptq choose damping``."""
     words = []
     for options in row["algorithms"]:
         names = [name for name, value in options.items() if value is True]

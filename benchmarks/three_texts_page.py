@@ -240,7 +240,7 @@ def section(model: Model) -> str:
 
 
 def contents() -> dict[Path, str]:
-    """Return what the files should contain.
+    """Return the text of each file.
 
     Raises:
         ValueError: README has no place for its table.

@@ -52,7 +52,7 @@ def reads_text(outline: nn.Module | None) -> bool:
 
 
 def name_of_input(outline: Any) -> str:
-    """Return what a model reads, in words, if it is not text."""
+    """Name the input of a model that does not read text."""
     return "several tokens at a position" if _has_heads(outline) else str(outline.main_input_name)
 
 

@@ -6,8 +6,6 @@ mode, and multiplies them again in training mode.
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -16,12 +14,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quark.torch.graph.residency import ATTRIBUTE
+from quark.torch.graph.bare_copy import bare_copy
 from quark.torch.graph.trace import written_arguments
 
 # An embedding with ``max_norm`` rescales the rows that it reads. A quantized one does so on a copy.
 _RESCALES_ROWS = torch.ops.aten.embedding_renorm_.default
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def find_changed_parameters(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, str]:
@@ -50,16 +47,8 @@ def find_changed_parameters(model: nn.Module, run: Callable[[nn.Module], object]
 
 
 def _without_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device, without hooks, which may load values."""
-    modules = list(model.modules())
-    memo: dict[int, Any] = {}
-    for module in modules:
-        memo |= {id(hooks): OrderedDict() for n, hooks in vars(module).items() if n in _HOOKS}
-    if ATTRIBUTE in vars(model):
-        memo[id(vars(model)[ATTRIBUTE])] = None
-    for tensor in _tensors(modules):
-        memo[id(tensor)] = _empty(tensor)
-    return copy.deepcopy(model, memo)
+    """Return a copy of a model on the meta device."""
+    return bare_copy(model, {id(tensor): _empty(tensor) for tensor in _tensors(model.modules())})
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterable[torch.Tensor]:

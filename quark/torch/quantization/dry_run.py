@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from quark.torch.graph.residency import residency_of
+from quark.torch.graph.bare_copy import bare_copy
 from quark.torch.quantization.nn.experts import LinearExperts, is_stacked
 from quark.torch.quantization.nn.layer import is_linear
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
 
 
 def zero_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
@@ -52,13 +42,8 @@ def without_products(model: nn.Module) -> nn.Module:
     is expanded to the shape. Experts give zeros too. Hooks, and what reads the values of a model in
     parts, are left out.
     """
-    given: dict[int, Any] = {id(p): _without_values(p) for p in model.parameters()}
-    given |= {id(vars(m)[name]): OrderedDict() for m in model.modules() for name in _HOOKS}
-    given[id(residency_of(model))] = None
-    copied = deepcopy(model, given)
+    copied = bare_copy(model, {id(p): _without_values(p) for p in model.parameters()})
     for module in copied.modules():
-        if vars(module).pop("_old_forward", None) is not None:  # a forward that loads values first
-            del module.forward
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)

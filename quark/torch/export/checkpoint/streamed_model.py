@@ -175,7 +175,7 @@ class PackedResidency(UnitCache):
         self._twins = {n: [t for t in names if t != n] for names in same.values() for n in names}
 
     def _released(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what takes the place of a tensor that is not resident."""
+        """Return the stand-in for a tensor that is not resident."""
         is_plain = _is_float(self._loading.model, name)
         return placeholder(tensor, self.device) if is_plain else tensor.to("meta")
 
