@@ -67,6 +67,7 @@ def correct_and_round(
     solver_of: Callable[[str], Solver] = lambda name: solve_columns,
     token_weights: TokenWeights = lambda index: None,
     hold_out: bool = False,
+    refits: int = REFITS,
 ) -> None:
     """Correct and round the layers of a decoder block, in the order in which they run.
 
@@ -80,6 +81,7 @@ def correct_and_round(
         solver_of: Returns the function that rounds the weight of a layer, given its name.
         token_weights: See ``collect_input_statistics``.
         hold_out: Whether a stronger damping of the rounding is chosen; see ``round_layers``.
+        refits: See ``round_layers``.
     """
     floats = {
         f"{name}.{parameter}": getattr(layer, parameter).detach().clone()
@@ -96,7 +98,7 @@ def correct_and_round(
         comparisons.clear()  # the solver needs the memory
         pool_expert_statistics(corresponding_experts(context.model), grams)
         context.compute_scales(part)
-        round_by_input(part, grams, damping, by_magnitude, solver_of, REFITS)
+        round_by_input(part, grams, damping, by_magnitude, solver_of, refits)
 
 
 def _correct_weights(
@@ -115,7 +117,9 @@ def _correct_weights(
     change_layers(layers, list(groups.values()), correct)
 
 
-def correction_work(options: SolverConfig, block: BlockShape, data: DataShape) -> Work:
+def correction_work(
+    options: SolverConfig, block: BlockShape, data: DataShape, refits: int = REFITS
+) -> Work:
     """Return what ``correct_and_round`` takes for a block.
 
     Two passes per set of layers that share an input, which end where the set has received it; for
@@ -127,7 +131,7 @@ def correction_work(options: SolverConfig, block: BlockShape, data: DataShape) -
     corrections = block.largest(lambda x: FLOAT32 * 15 * x.inputs**2)
     solving = block.pooling + solver_memory(block) + corrections
     sets = len({layer.inputs for layer in block.layers}) + 1
-    flops = 3 * gram_flops(block, data) + (REFITS + 1) * solver_flops(block)
+    flops = 3 * gram_flops(block, data) + (refits + 1) * solver_flops(block)
     flops += _correction_flops(block)
     if options.choose_damping:
         choice, arithmetic = damping_work(block)

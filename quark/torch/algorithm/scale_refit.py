@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from quark.torch.algorithm.layers import group_width, has_scales_per_row
-from quark.torch.numerics.column_rounder import ColumnRounder, ColumnRounding, ZeroKeepingRounder
+from quark.torch.numerics.column_rounder import (
+    Attempt,
+    ColumnRounder,
+    ColumnRounding,
+    ZeroKeepingRounder,
+)
 from quark.torch.numerics.pieces import join_rows
 from quark.torch.numerics.qdq import Factors
 from quark.torch.numerics.scales import round_scale
@@ -27,7 +32,7 @@ MAX_CHANGE = 2.0  # factor by which a scale may grow or shrink
 CHUNK = 1 << 24  # a few launches for a layer
 CACHED = 1 << 20  # on a CPU, whose cache they fit
 
-Attempt = Callable[[ColumnRounding], torch.Tensor]  # rounds a weight, (outputs, inputs)
+RoundWeight = Callable[[ColumnRounding], torch.Tensor]  # returns it, (outputs, inputs)
 
 
 @torch.no_grad()
@@ -101,13 +106,13 @@ def round_and_refit(
     layer: FakeQuantizedLayer,
     weight: torch.Tensor,
     hessian: torch.Tensor,
-    attempts: Sequence[Attempt],
+    attempts: Sequence[RoundWeight],
 ) -> torch.Tensor:
     """Round a weight repeatedly and refit the scales to the codes after each time.
 
     Scales that are powers of two or fp8 numbers, or that several rows share, are not refitted;
     then only the last attempt runs. Minima in super-blocks do not change. The last attempt may
-    refit scales itself (``ColumnRounding.refit``); where it does, they stay as it left them.
+    refit scales itself (``ColumnRounding.round_rows``); where it does, they stay as it left them.
 
     Args:
         layer: A layer with final scales, which are replaced by the refitted ones.
@@ -150,10 +155,10 @@ class RowScales:
 
 
 class FittingRounder(ColumnRounder):
-    """Rounds columns under given scales, and fits those of rows; see ``ColumnRounding``.
+    """Rounds columns under scales that may be fitted; see ``ColumnRounding``.
 
     Attributes:
-        scales: Scales of the whole weight, which ``refit`` changes.
+        scales: Scales of the whole weight, which ``round_rows`` changes.
         rows: Indices of its rows in the weight, (rows,) int64.
     """
 
@@ -172,26 +177,51 @@ class FittingRounder(ColumnRounder):
         return cls(rounding.factors, rounding.scheme, scales, rows)
 
     def select_rows(self, rows: torch.Tensor) -> FittingRounder:
-        """Return the rounding of some rows of every column."""
-        factors = self.factors.select_rows(rows)
-        return FittingRounder(factors, self.scheme, self.scales, self.rows[rows])
+        """Return the rounding of some rows of every column, under the scales of now."""
+        chosen = self.rows[rows]
+        factors = _spread(self.scales.values[chosen], self.factors.select_rows(rows))
+        return FittingRounder(factors, self.scheme, self.scales, chosen)
 
-    def refit(
-        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    def round_rows(
+        self,
+        rows: torch.Tensor,
+        target: torch.Tensor,
+        hessian: torch.Tensor,
+        attempt: Attempt,
+        multiples: Sequence[float] = (1.0,),
     ) -> torch.Tensor:
-        """Return the values under the scales with the least squared error, which are kept.
+        """Return some rows rounded by a function, and keep the scales that are fitted to them.
 
         Scales in super-blocks are left to ``round_and_refit``, since minima may belong to them.
         """
         if self.scheme.scale.span:
-            return values
-        old = self.scales.values[self.rows]
+            return attempt(target, self.select_rows(rows))
+        # Example: rows 4 and 9 under two multiples are rows 4, 9, 4, 9 here. If the first has the
+        # least error under the second multiple, and the second under the first: 2 and 1 stay.
+        count, chosen = len(multiples), self.rows[rows]
+        old = self.scales.values[chosen].repeat(count, 1)
+        by = torch.tensor(multiples, device=old.device).repeat_interleave(len(rows))
+        old = old if multiples == (1.0,) else _round_scale(old * by.unsqueeze(1), old, self.scheme)
+        factors = _spread(old, self.factors.select_rows(rows.repeat(count)))
+        targets = target.repeat(count, 1)
+        values = attempt(targets, ColumnRounder(factors, self.scheme))
         groups = values.reshape(*old.shape, -1)
-        new = best_scales((groups / old.unsqueeze(-1)).flatten(1), old, target, hessian)
+        new = best_scales((groups / old.unsqueeze(-1)).flatten(1), old, targets, hessian)
         new = _round_scale(new, old, self.scheme)
-        self.scales.values[self.rows] = new
+        values = (groups * (new / old).unsqueeze(-1)).flatten(1)
+        errors = targets.sub_(values)
+        losses = (errors @ hessian).mul_(errors).sum(1).view(count, -1)  # (multiples, rows)
+        best = losses.argmin(0) * len(rows) + torch.arange(len(rows), device=old.device)
+        self.scales.values[chosen] = new[best]
         self.scales.are_fitted = True
-        return (groups * (new / old).unsqueeze(-1)).flatten(1)
+        return values[best]
+
+
+def _spread(scales: torch.Tensor, factors: Factors) -> Factors:
+    """Return factors of every value, (columns, rows), with other scales, (rows, groups)."""
+    width = len(factors.scale) // scales.shape[1]
+    scale = scales.T.repeat_interleave(width, 0).contiguous()
+    return Factors(scale, scale.reciprocal(), factors.zero_point)
 
 
 def _refit_(

@@ -2,10 +2,11 @@
 
 A change D of a weight changes the log-likelihood of the predictions by tr(O D H Dᵀ) to second
 order. H is the mean of x xᵀ over inputs; O is that of g gᵀ over gradients of the log-likelihood
-with respect to outputs, for labels drawn from the predictions themselves (sketch A of the paper).
-GPTQ is the case O = I. Here later rows compensate for errors as well as later columns, and a token
-is weighted in H by the norm of the gradient after its decoder block. Weights first compensate for
-the errors of earlier layers (``input_correction``); the corrected weight does not depend on O.
+with respect to outputs, in expectation over labels drawn from the predictions themselves (sketch A
+of the paper; random signs estimate it here, see ``fisher_loss``). GPTQ is the case O = I. Here
+other rows compensate for errors as well as later columns (``kronecker_solver``), and a token is
+weighted in H by the norm of the gradient after its decoder block. Weights first compensate for the
+errors of earlier layers (``input_correction``); the corrected weight does not depend on O.
 """
 
 from __future__ import annotations
@@ -15,19 +16,12 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from quark.torch.algorithm.gptq_solver import (
-    Inputs,
-    Solver,
-    descend_columns,
-    descent_factor,
-    inverse_factor,
-    solve_columns,
-)
+from quark.torch.algorithm.gptq_solver import Solver, solve_columns
 from quark.torch.algorithm.input_correction import correct_and_round, correction_work
+from quark.torch.algorithm.kronecker_solver import MULTIPLES, SWEEPS, round_rows_and_columns
 from quark.torch.algorithm.layers import check_weights_quantized
 from quark.torch.algorithm.weight_rounding import (
     iterate_blocks,
@@ -35,7 +29,6 @@ from quark.torch.algorithm.weight_rounding import (
     select_block_layers,
 )
 from quark.torch.algorithm.weight_rounding import resolve as select_layers
-from quark.torch.numerics.column_rounder import ColumnRounding
 from quark.torch.pipeline.accumulators import Sum
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.backward import check_logits, run_blocks_backward
@@ -49,7 +42,7 @@ from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 
 logger = logging.getLogger(__name__)
 
-ROW_CHUNKS = 32  # chunks of rows; rows of one chunk do not compensate for each other
+REFITS = 1  # of scales to rounded values, before rows and columns are rounded
 
 
 def check(options: YaqaConfig, layers: Mapping[str, QuantizationConfig]) -> None:
@@ -98,52 +91,8 @@ def apply(context: Context, options: YaqaConfig) -> None:
                 solver_of=solver_of,
                 token_weights=partial(gradients.token_norms, block.name),
                 hold_out=options.choose_damping,
+                refits=REFITS,
             )
-
-
-def round_rows_and_columns(
-    weight: torch.Tensor,
-    inputs: Inputs,
-    rounding: ColumnRounding,
-    output_hessian: torch.Tensor,
-    output_damping: float,
-) -> torch.Tensor:
-    """Return a weight rounded so that later columns and later rows compensate for errors.
-
-    Rows are taken in order of decreasing diagonal of O. After each chunk of rows changed by D₁, the
-    best remaining rows are W₂ - O₂₂⁻¹ O₂₁ D₁, whatever H is. So each chunk has its own target: it
-    is rounded by GPTQ and by one sweep of coordinate descent, and its scales are fitted, before the
-    rows behind it compensate for what is left.
-
-    Args:
-        weight: (outputs, inputs) float32.
-        inputs: See ``Solver``.
-        rounding: See ``round_columns``.
-        output_hessian: Sum O of g gᵀ, (outputs, outputs).
-        output_damping: Fraction of the mean of its diagonal that is added to the diagonal.
-    """
-    # Example with 128 rows: 32 chunks of 4. Rows 0..3 (by importance) are rounded alone. With
-    # F the factor of O (Fᵀ F = O⁻¹), S solves F₁₁ᵀ S = W₁ - Q₁, and W₂ becomes W₂ - F₁₂ᵀ S. This
-    # is GPTQ's step from columns 0..3 to all later columns, here from rows to rows.
-    rows = torch.argsort(output_hessian.diagonal(), descending=True, stable=True)
-    row_factor = inverse_factor(output_hessian[rows][:, rows], output_damping)
-    if row_factor is None:
-        return solve_columns(weight, inputs, rounding)
-    remaining, result = weight[rows], torch.empty_like(weight)
-    descent = descent_factor(inputs)
-    step = -(-len(rows) // ROW_CHUNKS)
-    for start in range(0, len(rows), step):
-        end = start + step
-        chunk, target = rows[start:end], remaining[start:end]
-        chunk_rounding = rounding.select_rows(chunk)
-        values = solve_columns(target, inputs, chunk_rounding)
-        values = descend_columns(values, target, inputs, descent, chunk_rounding)
-        values = chunk_rounding.refit(values, target, inputs.hessian)
-        own = row_factor[start:end, start:end].T
-        solution = torch.linalg.solve_triangular(own, target - values, upper=False)
-        remaining[end:].addmm_(row_factor[start:end, end:].T, solution, alpha=-1)
-        result[chunk] = values
-    return result
 
 
 class GradientStatistics:
@@ -191,7 +140,7 @@ def collect_gradients(
     routed = {name for names in corresponding_experts(context.model) for name in names}
     statistics = GradientStatistics(store)
     backward = run_blocks_backward(
-        context.model, needed_units(context, options), context.batches, "yaqa", sampled_label_loss
+        context.model, needed_units(context, options), context.batches, "yaqa", fisher_loss
     )
     for block, back in backward:
         layers = select_block_layers(context, block.name, options)
@@ -242,10 +191,12 @@ def _channel_axis(layer: FakeQuantizedLayer) -> int:
     return 1 - layer.weight.dim() if layer.is_convolution else -1
 
 
-def sampled_label_loss(
-    logits: torch.Tensor, mask: torch.Tensor | None, first: int = 0
-) -> torch.Tensor:
-    """Return the negative log-likelihood of labels drawn from the predictions, summed over tokens.
+def fisher_loss(logits: torch.Tensor, mask: torch.Tensor | None, first: int = 0) -> torch.Tensor:
+    """Return a loss whose random gradients have the Fisher information as their second moment.
+
+    It is the sum of v · logits over tokens, with v = √p z - p (√p · z) for predictions p and random
+    signs z. The mean of v is zero and its covariance diag(p) - p pᵀ, as that of the gradient for a
+    label drawn from p, which is almost always tiny where the model is sure, and rarely huge.
 
     Each sequence has its own random numbers, whatever the batch that it is part of.
 
@@ -256,22 +207,21 @@ def sampled_label_loss(
     """
     logits = logits.movedim(1, -1) if logits.dim() == 4 else logits
     tokens = logits.flatten(1, -2) if logits.dim() > 2 else logits.unsqueeze(1)
-    draws = torch.stack([_draw_uniform(first + i, tokens.shape[1]) for i in range(len(tokens))])
-    rows, draws = tokens.flatten(0, 1).float(), draws.flatten().to(logits.device)
+    changes = torch.empty_like(tokens, requires_grad=False)
     with torch.no_grad():
-        # Inverse transform sampling: the label whose interval of cumulative probability holds
-        # the random number. Example: probabilities (0.2, 0.5, 0.3), number 0.6 -> label 1.
-        cumulative = rows.softmax(-1).cumsum(-1)
-        labels = torch.searchsorted(cumulative, draws.unsqueeze(1))
-        labels.clamp_(max=rows.shape[1] - 1)
-    if mask is not None:
-        kept = mask.flatten().to(rows.device)
-        rows, labels = rows[kept], labels[kept]
-    return F.cross_entropy(rows, labels.flatten(), reduction="sum")
+        for number, (own, change) in enumerate(zip(tokens, changes, strict=True), first):
+            root = own.float().softmax(-1).sqrt_()
+            signed = _draw_signs(number, root.shape).to(root).mul_(root)
+            change.copy_(signed.addcmul_(root.square_(), signed.sum(-1, keepdim=True), value=-1))
+        if mask is not None:
+            changes *= mask.reshape(tokens.shape[:2]).unsqueeze(-1).to(changes.device)
+    return (tokens.flatten() @ changes.flatten()).float()
 
 
-def _draw_uniform(seed: int, count: int) -> torch.Tensor:
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
+def _draw_signs(seed: int, shape: torch.Size) -> torch.Tensor:
+    """Return random numbers of -1 and 1, int8."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2, shape, generator=random, dtype=torch.int8).mul_(2).sub_(1)
 
 
 def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
@@ -279,13 +229,14 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
 
     The backward pass holds the graph of the block, the hidden states of all blocks, a sum of g gᵀ
     for each layer; and, after the blocks, logits and three tensors of their size in float32:
-    log-probabilities and two gradients.
+    what they are multiplied by, the roots of the predictions, and signs times these.
     """
-    own = correction_work(options, block, data)
+    own = correction_work(options, block, data, REFITS)
     rows = [layer.outputs for layer in block.layers if layer.share == 1]
     sums = sum(FLOAT32 * n * n for n in rows)
     factor = FLOAT32 * 6 * max(rows, default=0) ** 2
     descent = block.largest(lambda x: FLOAT32 * 2 * x.inputs**2)
+    tries = len(MULTIPLES) + SWEEPS
     graph = FLOAT32 * data.batch * (16 * data.hidden + 4 * sum(x.outputs for x in block.layers))
     loss = (data.itemsize + 3 * FLOAT32) * data.batch * data.labels
     memory = max(own.memory, sums + max(graph, loss))
@@ -293,9 +244,10 @@ def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:
         memory=memory,
         solving=max(own.memory + own.solving + factor + descent - memory, 0),
         passes=own.passes + 4,
-        # A sweep and a refit multiply by H once each, and change later columns or groups.
+        # Rounding changes later columns; descent and a fit of scales multiply by H once each, and
+        # change later columns or groups. The last rounding of ``own`` is one of the multiples.
         flops=own.flops
-        + sum(6.0 * x.outputs * x.inputs**2 for x in block.layers if x.share == 1)
+        + sum((8.0 * tries - 2) * x.outputs * x.inputs**2 for x in block.layers if x.share == 1)
         + sum(2.0 * data.tokens * n * n + 2.0 * n**3 for n in rows),
         stores=max(own.stores, data.blocks + 3),
         reads=4 + own.reads,  # the loss is tried, stacks are found, all runs forward and backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Protocol
 
@@ -10,6 +10,9 @@ import torch
 
 from quark.torch.numerics.qdq import Factors, round_trip
 from quark.torch.numerics.scheme import Scheme
+
+# Rounds some rows, (rows, columns), given their rounding.
+Attempt = Callable[[torch.Tensor, "ColumnRounding"], torch.Tensor]
 
 
 class ColumnRounding(Protocol):
@@ -28,15 +31,26 @@ class ColumnRounding(Protocol):
         """Return the rounding of some rows, (rows,) int64, of every column."""
         ...
 
-    def refit(
-        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    def round_rows(
+        self,
+        rows: torch.Tensor,
+        target: torch.Tensor,
+        hessian: torch.Tensor,
+        attempt: Attempt,
+        multiples: Sequence[float] = (1.0,),
     ) -> torch.Tensor:
-        """Return rounded values under scales that fit a target better, where scales may change.
+        """Return some rows rounded by a function, under scales that are fitted to the result.
+
+        Where scales may change, each row is rounded under several multiples of its scales, which
+        are then fitted; the values with the least squared error stay, with their scales. Where
+        scales are final, the function rounds each row once.
 
         Args:
-            values: Rounded values, (rows, columns) float32.
-            target: What they stand for, likewise.
+            rows: Indices of the rows, (rows,) int64.
+            target: What they should become, (rows, columns) float32.
             hessian: Weight of errors, (columns, columns), positive definite.
+            attempt: Rounds the target, or several copies of it one behind the other.
+            multiples: Of the scales that the rows have now.
         """
         ...
 
@@ -97,11 +111,16 @@ class ColumnRounder:
         """Return the rounding of some rows of every column."""
         return ColumnRounder(self.factors.select_rows(rows), self.scheme)
 
-    def refit(
-        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    def round_rows(
+        self,
+        rows: torch.Tensor,
+        target: torch.Tensor,
+        hessian: torch.Tensor,
+        attempt: Attempt,
+        multiples: Sequence[float] = (1.0,),
     ) -> torch.Tensor:
-        """Return the values: the scales are final."""
-        return values
+        """Return some rows rounded by a function once: the scales are final."""
+        return attempt(target, self.select_rows(rows))
 
 
 class ZeroKeepingRounder:
@@ -124,8 +143,18 @@ class ZeroKeepingRounder:
         """Return the rounding of some rows of every column."""
         return ZeroKeepingRounder(self.rounding.select_rows(rows), self.zeros[rows])
 
-    def refit(
-        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    def round_rows(
+        self,
+        rows: torch.Tensor,
+        target: torch.Tensor,
+        hessian: torch.Tensor,
+        attempt: Attempt,
+        multiples: Sequence[float] = (1.0,),
     ) -> torch.Tensor:
-        """Return the values under the scales of the other rounding; zeros stay zero."""
-        return self.rounding.refit(values, target, hessian)
+        """Return some rows rounded by a function as the other rounding does; zeros stay zero."""
+
+        def keeping_zeros(targets: torch.Tensor, own: ColumnRounding) -> torch.Tensor:
+            zeros = self.zeros[rows].repeat(len(targets) // len(target), 1)
+            return attempt(targets, ZeroKeepingRounder(own, zeros))
+
+        return self.rounding.round_rows(rows, target, hessian, keeping_zeros, multiples)

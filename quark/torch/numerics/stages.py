@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from quark.torch.numerics.column_rounder import ColumnRounder, ColumnRounding
+from quark.torch.numerics.column_rounder import Attempt, ColumnRounder, ColumnRounding
 from quark.torch.numerics.qdq import dequantize, fake_quantize_, quantize
 from quark.torch.numerics.scheme import Scheme
 
@@ -52,11 +53,16 @@ class TwoRoundings(NamedTuple):
         """Return the rounding of some rows of every column."""
         return TwoRoundings(self.scale, self.first.select_rows(rows), self.second.select_rows(rows))
 
-    def refit(
-        self, values: torch.Tensor, target: torch.Tensor, hessian: torch.Tensor
+    def round_rows(
+        self,
+        rows: torch.Tensor,
+        target: torch.Tensor,
+        hessian: torch.Tensor,
+        attempt: Attempt,
+        multiples: Sequence[float] = (1.0,),
     ) -> torch.Tensor:
-        """Return the values: the scales are final."""
-        return values
+        """Return some rows rounded by a function once: the scales are final."""
+        return attempt(target, self.select_rows(rows))
 
 
 def fake_quantize_codes(

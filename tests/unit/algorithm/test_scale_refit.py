@@ -154,6 +154,10 @@ def test_other_scales_stay(name):
 # ---- scales of rows -----------------------------------------------------------------------------
 
 
+def columns_of(target, rounding):
+    return torch.stack([rounding(target[:, i], i) for i in range(target.shape[1])], 1)
+
+
 def rounded_by_parts(layer, target):
     """Round and fit three parts of the rows in turn; return the result and what each part gave."""
     hessian = torch.eye(128) + torch.full((128, 128), 0.3)
@@ -164,10 +168,9 @@ def rounded_by_parts(layer, target):
         for rows in torch.randperm(len(target), generator=torch.Generator().manual_seed(2)).chunk(
             3
         ):
-            own = rounding.select_rows(rows)
-            values = torch.stack([own(target[rows][:, i], i) for i in range(128)], 1)
-            result[rows] = own.refit(values, target[rows], hessian)
-            given.update(zip(rows.tolist(), zip(values, result[rows], strict=True), strict=True))
+            plain = columns_of(target[rows], rounding.select_rows(rows))
+            result[rows] = rounding.round_rows(rows, target[rows], hessian, columns_of)
+            given.update(zip(rows.tolist(), zip(plain, result[rows], strict=True), strict=True))
         return result
 
     found = round_and_refit(layer, target.clone(), hessian, [attempt])
@@ -202,3 +205,38 @@ def test_scales_that_rows_do_not_own_are_left_by_rows(name):
     layer = layer_of(spec, width=OUTPUTS)
     _, given, _ = rounded_by_parts(layer, layer.weight.detach().clone())
     assert all(torch.equal(values, fitted) for values, fitted in given.values())
+
+
+def test_each_row_keeps_the_multiple_of_its_scales_that_suits_it_best():
+    """Beside an independent search: each multiple alone, with scales fitted by least squares."""
+    layer = layer_of(scheme("int3_wo_32").weight)
+    target = layer.weight.detach().clone()
+    hessian = torch.eye(128) + torch.full((128, 128), 0.3)
+    multiples = (1.0, 0.8, 1.3)
+    groups = layer.weight_quantizer.scale.float()
+    expected = torch.full((len(target),), torch.inf)
+    losses = []
+    for multiple in multiples:
+        scale = groups * multiple
+        codes = (target.view(*scale.shape, -1) / scale.unsqueeze(-1)).round().clamp(-4, 3)
+        parts = codes.unsqueeze(-2) * torch.eye(scale.shape[1]).unsqueeze(-1)  # a group alone
+        loss = []
+        for row, own in zip(target, codes, strict=True):
+            base = torch.block_diag(*own.unbind()).T if own.dim() > 1 else own
+            root = torch.linalg.cholesky(hessian).T
+            fit = torch.linalg.lstsq(root @ base, root @ row.unsqueeze(1)).solution
+            error = root @ (base @ fit - row.unsqueeze(1))
+            loss.append(float(error.square().sum()))
+        losses.append(loss)
+        del parts
+    expected = torch.tensor(losses).min(0).values
+    assert len(set(torch.tensor(losses).argmin(0).tolist())) > 1
+
+    def attempt(rounding):
+        return rounding.round_rows(
+            torch.arange(len(target)), target, hessian, columns_of, multiples
+        )
+
+    found = round_and_refit(layer, target.clone(), hessian, [attempt])
+    error = found - target
+    torch.testing.assert_close((error @ hessian * error).sum(1), expected, rtol=1e-4, atol=0)

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
 from quark.torch import ModelQuantizer
-from quark.torch.algorithm import yaqa
+from quark.torch.algorithm import kronecker_solver
 from quark.torch.algorithm.gptq_solver import (
     Inputs,
     descend_columns,
@@ -17,12 +17,8 @@ from quark.torch.algorithm.gptq_solver import (
     inverse_factor,
     solve_columns,
 )
-from quark.torch.algorithm.yaqa import (
-    collect_gradients,
-    round_rows_and_columns,
-    sampled_label_loss,
-    work,
-)
+from quark.torch.algorithm.kronecker_solver import round_rows_and_columns
+from quark.torch.algorithm.yaqa import collect_gradients, fisher_loss, work
 from quark.torch.pipeline.activation_store import ActivationStore
 from quark.torch.pipeline.shapes import BlockShape, DataShape, LayerShape
 from quark.torch.quantization.config.algo import AWQConfig, YaqaConfig
@@ -52,8 +48,8 @@ class Rounding:
     def select_rows(self, rows):
         return Rounding(self._select_rows(rows))
 
-    def refit(self, values, target, hessian):
-        return values
+    def round_rows(self, rows, target, hessian, attempt, multiples=(1.0,)):
+        return attempt(target, self.select_rows(rows))
 
 
 QUARTERS = Rounding()
@@ -83,7 +79,7 @@ def weighted(error, outputs, inputs):
 
 @pytest.mark.parametrize("pieces", [3, 5, OUTPUTS])
 def test_predictions_lose_less_than_by_gptq(monkeypatch, pieces):
-    monkeypatch.setattr(yaqa, "ROW_CHUNKS", pieces)
+    monkeypatch.setattr(kronecker_solver, "ROW_CHUNKS", pieces)
     weight, _, damped = problem()
     outputs, strong = gradients()
     plain = solve_columns(weight, inputs(), QUARTERS)
@@ -93,7 +89,8 @@ def test_predictions_lose_less_than_by_gptq(monkeypatch, pieces):
 
 def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
     """Given the first piece of rows, the others aim at what is best for them all."""
-    monkeypatch.setattr(yaqa, "ROW_CHUNKS", 2)
+    monkeypatch.setattr(kronecker_solver, "ROW_CHUNKS", 2)
+    monkeypatch.setattr(kronecker_solver, "SWEEPS", 0)
     weight, _, _ = problem()
     outputs, strong = gradients()
     order = torch.argsort(outputs.diagonal(), descending=True)
@@ -114,9 +111,52 @@ def test_rows_make_up_for_those_before_as_well_as_they_can(monkeypatch):
 def test_outputs_that_matter_alike_are_rounded_alone():
     weight, _, _ = problem()
     given = inputs()
-    rounded = solve_columns(weight, given, QUARTERS)
-    expected = descend_columns(rounded, weight, given, descent_factor(given), QUARTERS)
+    expected = solve_columns(weight, given, QUARTERS)
+    for _ in range(1 + kronecker_solver.SWEEPS):
+        expected = descend_columns(expected, weight, given, descent_factor(given), QUARTERS)
     assert torch.equal(both(3 * torch.eye(OUTPUTS, dtype=weight.dtype)), expected)
+
+
+@pytest.mark.parametrize("pieces", [3, OUTPUTS])
+def test_each_sweep_loses_less(monkeypatch, pieces):
+    monkeypatch.setattr(kronecker_solver, "ROW_CHUNKS", pieces)
+    outputs, strong = gradients()
+    losses = []
+    for sweeps in range(4):
+        monkeypatch.setattr(kronecker_solver, "SWEEPS", sweeps)
+        losses.append(weighted(both(outputs) - problem()[0], strong, problem()[2]))
+    assert losses[1] < 0.99 * losses[0]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_a_sweep_aims_at_what_is_best_beside_all_other_rows(monkeypatch):
+    monkeypatch.setattr(kronecker_solver, "ROW_CHUNKS", 2)
+    monkeypatch.setattr(kronecker_solver, "SWEEPS", 0)
+    weight, _, _ = problem()
+    outputs, strong = gradients()
+    before = both(outputs)
+    first, rest = torch.argsort(outputs.diagonal(), descending=True).tensor_split(2)
+    targets = []
+
+    class Watching(Rounding):
+        def round_rows(self, rows, target, hessian, attempt, multiples=(1.0,)):
+            targets.append(target.clone())
+            return super().round_rows(rows, target, hessian, attempt)
+
+    monkeypatch.setattr(kronecker_solver, "SWEEPS", 1)
+    found = both(outputs, Watching())
+    for rows, others, now, target in (
+        (first, rest, before, targets[2]),
+        (
+            rest,
+            first,
+            torch.where(torch.isin(torch.arange(OUTPUTS), first)[:, None], found, before),
+            targets[3],
+        ),
+    ):
+        lost = (now - weight)[others]
+        shift = torch.linalg.solve(strong[rows][:, rows], strong[rows][:, others] @ lost)
+        torch.testing.assert_close(target, weight[rows] - shift)
 
 
 def test_gradients_that_tell_nothing():
@@ -126,14 +166,13 @@ def test_gradients_that_tell_nothing():
 
 def test_later_rows_make_up_for_what_is_left_under_fitted_scales(monkeypatch):
     """A chunk whose scales fit its target exactly leaves nothing to the rows behind it."""
-    monkeypatch.setattr(yaqa, "ROW_CHUNKS", 2)
+    monkeypatch.setattr(kronecker_solver, "ROW_CHUNKS", 2)
+    monkeypatch.setattr(kronecker_solver, "SWEEPS", 0)
     weight, targets = problem()[0], []
 
     class Fitting(Rounding):
-        def select_rows(self, rows):
-            return Fitting()
-
-        def refit(self, values, target, hessian):
+        def round_rows(self, rows, target, hessian, attempt, multiples=(1.0,)):
+            assert multiples == kronecker_solver.MULTIPLES
             targets.append(target.clone())
             return target
 
@@ -181,7 +220,7 @@ def test_gradients_are_those_of_the_loss_of_the_whole_model(name):
 
     for layer in found:
         watch(model.get_submodule(layer), layer)
-    sampled_label_loss(model(IDS, use_cache=False).logits, None).backward()
+    fisher_loss(model(IDS, use_cache=False).logits, None).backward()
     assert len(found) == len(expected) > 4
     for layer, g in expected.items():
         close(found[layer], (g.T @ g).float())
@@ -219,7 +258,7 @@ def test_the_plan_has_the_memory_of_the_loss(dtype):
     inputs = torch.randn(1, tokens, labels).to(dtype).requires_grad_()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         logits = inputs * 1
-        sampled_label_loss(logits, None).backward()
+        fisher_loss(logits, None).backward()
     events = profiler.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
     peak = max(accumulate(sizes))
@@ -228,14 +267,25 @@ def test_the_plan_has_the_memory_of_the_loss(dtype):
     assert peak == pytest.approx(planned, rel=0.1)
 
 
-def test_labels_are_drawn_from_the_predictions():
-    chances = torch.tensor([0.5, 0.2, 0.3])
-    logits = chances.log().expand(1, 20_000, 3).clone().requires_grad_()
-    sampled_label_loss(logits, None).backward()
-    # The gradient of a token is its predictions less one at the label.
-    labels = (chances - logits.grad[0]).argmax(-1)
-    shares = labels.bincount(minlength=3) / len(labels)
-    torch.testing.assert_close(shares, chances, rtol=0, atol=0.02)
+def test_gradients_have_the_covariance_of_labels_drawn_from_the_predictions():
+    """That of the gradient p - e of a label e drawn from p is diag(p) - p pᵀ."""
+    chances = torch.tensor([0.7, 0.04, 0.25, 0.01])
+    logits = (chances.log() + 3).expand(2, 50_000, 4).clone().requires_grad_()
+    fisher_loss(logits, None).backward()
+    g = logits.grad.flatten(0, 1).double()
+    p = chances.double()
+    torch.testing.assert_close(g.mean(0), torch.zeros_like(p), rtol=0, atol=5e-3)
+    torch.testing.assert_close(g.T @ g / len(g), p.diag() - p.outer(p), rtol=0, atol=2e-3)
+    torch.testing.assert_close(g.sum(1), torch.zeros(len(g)).double(), rtol=0, atol=1e-6)
+    assert not torch.equal(*logits.grad)  # each sequence has its own random numbers
+
+
+def test_a_sure_prediction_has_a_small_gradient_each_time():
+    """Of a label drawn from it, most are tiny and a few are large."""
+    logits = torch.tensor([8.0, 0, 0, 0]).expand(1, 10_000, 4).clone().requires_grad_()
+    fisher_loss(logits, None).backward()
+    norms = logits.grad[0].norm(dim=-1)
+    assert norms.max() < 3 * norms.mean()
 
 
 @pytest.mark.parametrize("option", ["damp_percent", "output_damp_percent"])
