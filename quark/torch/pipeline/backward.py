@@ -71,11 +71,9 @@ def run_blocks_backward(
             part, later = stacks[number], stacks[number + 1 :]
             with ExitStack() as own:
                 whole = current_limit() if limit is None else limit
-                share = whole // (len(part.names) + 4)
-                stores = [
-                    own.enter_context(ActivationStore(share)) for _ in range(len(part.names) + 3)
-                ]
-                gradients, others = stores.pop(), stores.pop()
+                count = len(part.names) + 4
+                stores = [own.enter_context(ActivationStore(whole // count)) for _ in range(count)]
+                direct, gradients, others = _Direct(stores.pop()), stores.pop(), stores.pop()
                 arguments = capture(model, part, batches, stores[0], others, number > 0)
                 if not later:
                     masks = dict(zip(arguments.numbers, arguments.masks, strict=True))
@@ -84,15 +82,11 @@ def run_blocks_backward(
                     for name, ends in zip(part.names, pairwise(stores), strict=True)
                 ]
                 for block in _resident(model, blocks, f"{what}, forwards"):
-                    block.run()
-                if part.shares:
-                    _check_constant(blocks[0])
-                direct = _Direct(own.enter_context(ActivationStore(share)))
+                    _run_forward(block, part)
                 ending = _Ending(model, part, later, arguments, masks, loss)
                 for index, reaching in enumerate(_reaching(batches, arguments)):
-                    last, found = blocks[-1], ending.gradients(*reaching, blocks, index)
-                    none = torch.zeros_like(last.outputs(index))
-                    gradients[index] = found.pop(last.name, none)
+                    found = ending.gradients(*reaching, blocks, index)
+                    gradients[index] = found.pop(part.names[-1])
                     direct.add(index, found)
                 for block in _resident(model, blocks[::-1], f"{what}, backwards"):
                     yield block, partial(_back, block, gradients, direct)
@@ -151,6 +145,17 @@ def _back(block: Block, gradients: ActivationStore, direct: _Direct, index: int)
     return output_gradient
 
 
+def _run_forward(block: Block, part: Stack) -> None:
+    """Run all batches through a block of a stack.
+
+    Raises:
+        ValueError: See ``_check_constant``.
+    """
+    block.run()
+    if part.shares and block.name == part.names[0]:
+        _check_constant(block)
+
+
 def _check_constant(first: Block) -> None:
     """Check that tensors that the first block of a stack makes for others need no gradients.
 
@@ -196,8 +201,8 @@ class _Ending(NamedTuple):
     ) -> dict[str, torch.Tensor]:
         """Return the gradients of the loss with respect to outputs of the stack, by block.
 
-        Gradients through a later block of the stack are left out. So are blocks without any: there
-        are none if no logits depend on the stack.
+        Gradients through a later block of the stack are left out. So are blocks without any; that
+        of the last block is zero then.
 
         Args:
             batch: The batch.
@@ -205,7 +210,8 @@ class _Ending(NamedTuple):
             blocks: The blocks of the stack, which have run.
             index: Number of the batch among those that reach the stack.
         """
-        gradients: dict[str, torch.Tensor] = {}
+        last = blocks[-1]
+        gradients = {last.name: torch.zeros_like(last.outputs(index))}
         outputs: list[Any] = []
         forwards = {block.name: self._recall(block, index, gradients) for block in blocks}
         later = (name for part in self.later for name in part.names)
