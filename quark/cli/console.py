@@ -96,12 +96,38 @@ def open_log_file(path: Path | None) -> None:
     if path is None:
         return
     try:
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _LogFile(path, encoding="utf-8")
     except OSError as error:
         raise wrong("--log_file", f"{path} cannot be written: {error.strerror}.") from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     logging.getLogger("quark").addHandler(handler)
     _steps.info("quark %s", " ".join(sys.argv[1:]))
+
+
+class _LogFile(logging.FileHandler):
+    """The file of the log. A disk that is full ends the log, with a warning, and not the work."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Warn once of a record that cannot be written, and write no others."""
+        self._end(sys.exc_info()[1])
+
+    def close(self) -> None:
+        """Close the file, which writes what is left."""
+        try:
+            super().close()
+        except OSError as error:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.level < _NEVER:
+            self.setLevel(_NEVER)
+            reason = getattr(error, "strerror", None) or error
+            path = escape(self.baseFilename)
+            text = f"--log_file: {path} ends here, since it cannot be written: {reason}."
+            err.print(f"[yellow]warning:[/] {text}", soft_wrap=True)
+
+
+_NEVER = logging.CRITICAL + 1  # level of no record
 
 
 class _Handler(logging.Handler):

@@ -54,7 +54,8 @@ Verify = Annotated[
     _output(
         "--verify",
         help="Open the result with the target software, if it is installed, and compare its "
-        "predictions with the source. A result that differs is not kept.",
+        "predictions with the source. Otherwise this package opens it, and a warning says why. A "
+        "result that differs is not kept.",
     ),
 ]
 Overwrite = Annotated[

@@ -8,6 +8,7 @@ to the next flag.
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
@@ -23,8 +24,11 @@ from typer.models import OptionInfo
 from quark.cli.console import first_example, open_log_file, set_quiet, set_verbose, wrong
 from quark.cli.other_names import MEANT_TYPES
 
+logger = logging.getLogger(__name__)
+
 SEQ_LEN = 512
 EVAL_WINDOWS = 16
+ARGUMENT = "argument"  # kind of a parameter that is no flag
 TYPED = "COMMANDLINE"  # source of a value that is given on the command line
 
 DATA_TYPES = ("auto", "float16", "bfloat16", "float32")
@@ -330,11 +334,23 @@ def _named(flag: Any, name: str) -> Any:
 
 
 class Verb(TyperCommand):
-    """A command that says what to type for words that belong to no flag."""
+    """A command that says what to type for words that belong to no flag, or to a flag in vain.
+
+    Attributes:
+        many: Names of flags that take all values up to the next flag, or none.
+    """
+
+    many: tuple[str, ...] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the words; those that are left over are refused with what to type instead."""
+        """Parse the words; those that are left over are refused with what to type instead.
+
+        So is an empty value: that of a variable of the shell that is not set would else mean
+        another path or the default. A flag with one value that is given twice warns.
+        """
         ctx.allow_extra_args = True
+        if not ctx.resilient_parsing:
+            self._check_values(ctx, [*args])
         extra = super().parse_args(ctx, [*args])
         if not extra or ctx.resilient_parsing:
             return extra
@@ -345,11 +361,23 @@ class Verb(TyperCommand):
             ctx.fail(f"{before} is given without a value. Leave {out} out.")
         ctx.fail(f"Unexpected argument {' '.join(extra)!r}.{first_example(self.help or '')}")
 
+    def _check_values(self, ctx: Any, args: list[str]) -> None:
+        values, _, order = self.make_parser(ctx).parse_args(args)
+        for parameter in dict.fromkeys(order):
+            value, flag = values.get(parameter.name), parameter.opts[0]
+            name = flag if flag.startswith("-") else parameter.metavar
+            is_list = isinstance(value, (list, tuple))
+            parts: Any = value if is_list else [value]
+            if "" in parts and parameter.name not in self.many:
+                ctx.fail(f"{name} is empty. Give a value, or leave it out.")
+            is_switch = getattr(parameter, "is_flag", False) and not parameter.secondary_opts
+            if order.count(parameter) > 1 and not is_list and not is_switch:
+                count = order.count(parameter)
+                logger.warning("%s is given %d times: the last value counts.", name, count)
+
 
 class ManyValues(Verb):
     """A command whose flags in ``many`` take all values up to the next flag."""
-
-    many: tuple[str, ...] = ()
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Write ``--flag a b`` as ``--flag a --flag b``, and ``--flag`` alone as ``--flag ""``."""

@@ -31,14 +31,14 @@ def check_room(flag: str, directory: Path, needed: int) -> None:
         needed: Bytes that will be written.
 
     Raises:
-        typer.BadParameter: There is less.
+        OSError: There is less. The same call is right when there is room.
     """
     from quark.torch.files import check_space
 
     try:
         check_space(directory, needed)
     except OSError as error:
-        raise wrong(flag, str(error)) from None
+        raise OSError(f"{flag}: {error}") from None
 
 
 def check_offload_directory(directory: Path) -> None:

@@ -127,8 +127,8 @@ def report(
     place: Any = {"device": accelerators.pick_device(device)}
     place |= {"trust_remote_code": trust_remote_code, "max_memory": max_memory}
     directory, original = _find_models(directory, original)
+    check_quantized(directory, "DIR")  # first: a float file asks for another call, whole or not
     models.check_model(directory, trust_remote_code, check_digests)
-    check_quantized(directory, "DIR")
     if original is not None:
         models.check_model(original, trust_remote_code)
     if dataset is not None:

@@ -243,7 +243,8 @@ class OutputFlags:
         bool,
         _output(
             help="Open the checkpoint with the software it is for, if installed, and compare "
-            "predictions before the output directory is replaced."
+            "predictions before the output directory is replaced. Otherwise this package opens it, "
+            "and a warning says why."
         ),
     ] = False
     overwrite: Annotated[bool, _output(help="Replace the output directory after success.")] = False

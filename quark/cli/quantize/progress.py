@@ -123,9 +123,10 @@ def _place(output: Path) -> Path:
 def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
     """Open the journal beside the output, and remove it when all is written.
 
-    There is none without an output, without room for it, and for a run without algorithms and
-    finish where a run with them left its blocks. The processes of torchrun share one, and the first
-    one decides whether there is room. Without such work it holds no blocks, but knows its output.
+    There is none without an output. Without room for it, and for a run without algorithms and
+    finish where a run with them left its blocks, it only keeps other runs away from the output. The
+    processes of torchrun share one, and the first one decides whether there is room. Without such
+    work it holds no blocks, but knows its output.
 
     Args:
         request: The flags.
@@ -147,12 +148,17 @@ def open_journal(request: Request, config: Config) -> Iterator[Journal | None]:
         is_kept = Journal.has_blocks(_place(output)) and not works and not request.restart
         has_room = not works or not group.is_first or _has_room(request, output, works)
         is_opened = group.exchange(has_room and not is_kept)[0]
-    if not is_opened:
-        yield None
-        return
     made = [path for path in output.parents if not path.exists()]  # the innermost first
     output.parent.mkdir(parents=True, exist_ok=True)
     with Journal(_place(output), request.restart) as journal:
+        if not is_opened:
+            try:
+                yield None
+            finally:
+                if not journal.describe():
+                    journal.remove()
+                    _remove_empty(made)
+            return
         place = escape(str(journal.directory))
         if found := journal.describe():
             console.out.print(f"  going on after {found} in {place}")

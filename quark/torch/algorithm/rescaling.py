@@ -121,7 +121,13 @@ def _is_usable(context: Context, group: RescalingGroup, predicate: Predicate) ->
 def _named_groups(
     context: Context, options: RescalingConfig, entries: Iterable[dict[str, Any]]
 ) -> list[RescalingGroup]:
-    selected = []
+    """Return the groups that entries of ``scaling_layers`` name, each once.
+
+    Raises:
+        ValueError: An entry names no group, or a layer that does not read its producer.
+    """
+    selected: list[RescalingGroup] = []
+    modules = {name for name, _ in context.model.named_modules()}
     for entry in entries:
         producer, layers = _read_entry(entry, options.name)
         groups = [
@@ -135,15 +141,56 @@ def _named_groups(
             raise ValueError(_not_rescalable(context, options.name, producer, layers))
         warn_of_names(context, f"{options.name}: scaling_layers", layers, has_end)
         for group in groups:
-            others = set(group.consumers) - {f"{group.block}.{layer}" for layer in layers}
-            if others:
+            named = {f"{group.block}.{layer}" for layer in layers}
+            same = [g for g in groups if g.producer == group.producer]
+            readers = {name for g in same for name in g.consumers}
+            if strangers := (named & modules) - readers:
+                raise ValueError(_no_readers(options.name, group.producer, strangers, readers))
+            if others := readers - named:
                 logger.info(
                     "%s: %s read the same output and are rescaled too.",
                     group.producer,
                     sorted(others),
                 )
-        selected += groups
+        _warn_of_other_blocks(context, options, producer, layers, groups)
+        selected += [g for g in groups if all(g is not known for known in selected)]
     return selected
+
+
+def _no_readers(
+    algorithm: str, producer: str, strangers: Iterable[str], readers: Iterable[str]
+) -> str:
+    """Return the message for layers of an entry that do not read its producer."""
+    return (
+        f"{algorithm}: scaling_layers has layers for which a pass through the model shows no path "
+        f"from {producer} that keeps its factors: {', '.join(sorted(strangers))}. Readers of "
+        f"{producer}: {', '.join(sorted(readers))}. Name only readers in the entry."
+    )
+
+
+def _warn_of_other_blocks(
+    context: Context,
+    options: RescalingConfig,
+    producer: str,
+    layers: Iterable[str],
+    groups: Iterable[RescalingGroup],
+) -> None:
+    """Warn of blocks that have the modules of an entry, where they cannot be rescaled."""
+    modules = {name for name, _ in context.model.named_modules()}
+    reasons = {r.producer: r.reason for r in context.structure.rejected}
+    rescaled = {group.block for group in groups}
+    for block in context.structure.blocks:
+        name = f"{block}.{producer}"
+        if block in rescaled or not block.startswith(options.model_decoder_layers or ""):
+            continue
+        if name in modules and any(f"{block}.{layer}" in modules for layer in layers):
+            logger.warning(
+                "%s: scaling_layers has prev_op=%r, which is not rescaled in %s: %s.",
+                options.name,
+                producer,
+                block,
+                reasons.get(name, "no layer of the entry reads it there"),
+            )
 
 
 def _read_entry(entry: Any, algorithm: str) -> tuple[str, list[str]]:

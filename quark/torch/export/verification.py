@@ -20,6 +20,8 @@ from quark.torch.graph.trace import iter_tensors
 from quark.torch.quantization.graph_mode.inputs import example_arguments
 from quark.torch.quantization.nn.layer import QuantizedLayer
 
+logger = logging.getLogger(__name__)
+
 ROWS, TOKENS = 2, 16  # of the random text that predictions are compared on
 SEED = 0
 # Root mean square of the differences of log-probabilities, as a share of their spread: kernels in
@@ -110,6 +112,8 @@ def verify_own(
 ) -> Verdict:
     """Compare the predictions of a checkpoint that this package loads with those of ``model``.
 
+    A warning says what was not verified, if the checkpoint is for other software.
+
     Args:
         model: A causal language model of Transformers.
         size: Bytes of the files with weights.
@@ -121,7 +125,14 @@ def verify_own(
     """
     ids = random_text(model)
     expected = _log_probabilities(model, ids)
-    return _compare(expected, _log_probabilities(load(), ids), Verdict(OWN, 0.0, 0.0, size, note))
+    verdict = _compare(expected, _log_probabilities(load(), ids), Verdict(OWN, 0, 0, size, note))
+    if note:
+        logger.warning(
+            "Verified: this package reads the checkpoint, and it computes what the model in memory "
+            "does. Not verified: that other software opens it (%s).",
+            note,
+        )
+    return verdict
 
 
 @torch.no_grad()

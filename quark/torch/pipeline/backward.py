@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
@@ -16,6 +16,7 @@ from quark.torch.graph.eval_mode import eval_mode
 from quark.torch.graph.float_products import float_products
 from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.residency import around, resident
+from quark.torch.graph.trace import iter_tensors
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import (
     batch_values,
@@ -26,7 +27,6 @@ from quark.torch.pipeline.batches import (
 )
 from quark.torch.pipeline.block import Block, HiddenStates, constant
 from quark.torch.pipeline.capture import BlockArguments, capture
-from quark.torch.pipeline.hidden_states import split_hidden_states
 from quark.torch.pipeline.stacks import Stack, find_stacks
 
 Loss = Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]
@@ -71,11 +71,9 @@ def run_blocks_backward(
             part, later = stacks[number], stacks[number + 1 :]
             with ExitStack() as own:
                 whole = current_limit() if limit is None else limit
-                share = whole // (len(part.names) + 3)
-                stores = [
-                    own.enter_context(ActivationStore(share)) for _ in range(len(part.names) + 3)
-                ]
-                gradients, others = stores.pop(), stores.pop()
+                count = len(part.names) + 4
+                stores = [own.enter_context(ActivationStore(whole // count)) for _ in range(count)]
+                direct, gradients, others = _Direct(stores.pop()), stores.pop(), stores.pop()
                 arguments = capture(model, part, batches, stores[0], others, number > 0)
                 if not later:
                     masks = dict(zip(arguments.numbers, arguments.masks, strict=True))
@@ -84,12 +82,14 @@ def run_blocks_backward(
                     for name, ends in zip(part.names, pairwise(stores), strict=True)
                 ]
                 for block in _resident(model, blocks, f"{what}, forwards"):
-                    block.run()
+                    _run_forward(block, part)
                 ending = _Ending(model, part, later, arguments, masks, loss)
                 for index, reaching in enumerate(_reaching(batches, arguments)):
-                    gradients[index] = ending.gradient(*reaching, blocks[-1].outputs(index), index)
+                    found = ending.gradients(*reaching, blocks, index)
+                    gradients[index] = found.pop(part.names[-1])
+                    direct.add(index, found)
                 for block in _resident(model, blocks[::-1], f"{what}, backwards"):
-                    yield block, partial(_back, block, gradients)
+                    yield block, partial(_back, block, gradients, direct)
 
 
 def _resident(model: nn.Module, blocks: Iterable[Block], what: str) -> Iterator[Block]:
@@ -110,11 +110,71 @@ def _reaching(batches: Iterable[Any], arguments: BlockArguments) -> Iterator[tup
         )
 
 
-def _back(block: Block, gradients: ActivationStore, index: int) -> torch.Tensor:
+class _Direct:
+    """Gradients of the outputs of blocks that do not come through the next block of the stack.
+
+    There are some where what follows the stack reads more than the last outputs, such as a head
+    that reads several hidden states.
+
+    Args:
+        store: Holds the gradients.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._store = store
+        self._places: dict[tuple[str, int], int] = {}
+
+    def add(self, index: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Store the gradients of the outputs of blocks for a batch, by block."""
+        for block, gradient in gradients.items():
+            place = self._places[block, index] = len(self._places)
+            self._store[place] = gradient
+
+    def get(self, block: str, index: int) -> torch.Tensor | None:
+        """Return the gradient of the outputs of a block for a batch; None without one."""
+        place = self._places.get((block, index))
+        return None if place is None else self._store[place]
+
+
+def _back(block: Block, gradients: ActivationStore, direct: _Direct, index: int) -> torch.Tensor:
     """Run a block backward: replace the gradient of its outputs by that of its inputs."""
     output_gradient = gradients[index].clone()
+    if (own := direct.get(block.name, index)) is not None:
+        output_gradient += own
     gradients[index] = block.backward(index, output_gradient)
     return output_gradient
+
+
+def _run_forward(block: Block, part: Stack) -> None:
+    """Run all batches through a block of a stack.
+
+    Raises:
+        ValueError: See ``_check_constant``.
+    """
+    block.run()
+    if part.shares and block.name == part.names[0]:
+        _check_constant(block)
+
+
+def _check_constant(first: Block) -> None:
+    """Check that tensors that the first block of a stack makes for others need no gradients.
+
+    Raises:
+        ValueError: They depend on its inputs, and gradients through them are not followed.
+    """
+    outputs: list[Any] = []
+    hook = first.module.register_forward_hook(lambda module, args, out: outputs.append(out))
+    try:
+        for index in range(min(len(first), 1)):
+            first.backward(index, torch.zeros_like(first.outputs(index)))
+    finally:
+        hook.remove()
+    if sum(tensor.requires_grad for tensor in iter_tensors(outputs)) > 1:
+        raise ValueError(
+            f"{first.name} computes tensors from its inputs for the blocks after it. Gradients "
+            "through these tensors are not followed. Choose an algorithm without gradients, such "
+            "as gptq."
+        )
 
 
 class _Ending(NamedTuple):
@@ -136,23 +196,24 @@ class _Ending(NamedTuple):
     masks: dict[int, torch.Tensor | None]
     loss: Loss
 
-    def gradient(self, batch: Any, first: int, last: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the gradient of the loss with respect to the outputs of the stack.
+    def gradients(
+        self, batch: Any, first: int, blocks: Sequence[Block], index: int
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of the loss with respect to outputs of the stack, by block.
 
-        It is zero if no logits depend on the stack.
+        Gradients through a later block of the stack are left out. So are blocks without any; that
+        of the last block is zero then.
 
         Args:
             batch: The batch.
             first: Number of its first sequence in the data.
-            last: The outputs.
+            blocks: The blocks of the stack, which have run.
             index: Number of the batch among those that reach the stack.
-
-        Raises:
-            ValueError: The logits depend on earlier blocks of the stack alone.
         """
-        last = last.detach().requires_grad_()
+        last = blocks[-1]
+        gradients = {last.name: torch.zeros_like(last.outputs(index))}
         outputs: list[Any] = []
-        forwards = {name: self._skip(name, last) for name in self.part.names}
+        forwards = {block.name: self._recall(block, index, gradients) for block in blocks}
         later = (name for part in self.later for name in part.names)
         forwards |= {n: checkpointed(self.model.get_submodule(n).forward) for n in later}
         hook = self.model.register_forward_hook(lambda module, args, out: outputs.append(out))
@@ -168,28 +229,24 @@ class _Ending(NamedTuple):
                 if mask is not None and logits.shape[:-1] != mask.shape:
                     mask = None  # logits of whole sequences, as of a classifier
                 value = self.loss(logits, mask, first)
-                if not value.requires_grad:  # of another branch, such as classes beside boxes
-                    return torch.zeros_like(last)
-                (gradient,) = torch.autograd.grad(value, last, allow_unused=True)
-                if gradient is None:
-                    raise ValueError(
-                        f"The logits depend on blocks before {self.part.names[-1]}, and not on it. "
-                        "Choose an algorithm without gradients, such as gptq."
-                    )
-                return gradient
+                if value.requires_grad:  # else of another branch, such as classes beside boxes
+                    value.backward()  # type: ignore[no-untyped-call]
         finally:
             hook.remove()
+        return gradients
 
-    def _skip(self, name: str, last: torch.Tensor) -> Callable[..., Any]:
-        """Return a forward that passes hidden states on; that of the last block returns its own."""
+    def _recall(
+        self, block: Block, index: int, gradients: dict[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return a forward that returns the outputs of a block, and keeps their gradient."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            is_last = name == self.part.names[-1]
-            x = last if is_last else split_hidden_states(args, kwargs)[0]
-            if name == self.part.names[0] and not is_last:
-                x = x.detach().requires_grad_()  # tells whether logits depend on it
-            # A copy, because the model may write to it in place.
-            return self.arguments.wrap(name, x.clone())
+            # Only the graph holds the leaf, so that outputs that nothing reads are not held.
+            leaf = block.outputs(index).detach().requires_grad_()
+            x = leaf.clone()  # the model may write to it in place
+            keep = partial(gradients.__setitem__, block.name)
+            leaf.register_hook(keep)  # type: ignore[no-untyped-call]
+            return self.arguments.wrap(block.name, x)
 
         return forward
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -19,7 +20,8 @@ from quark.torch.graph.trace import iter_tensors
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
 from quark.torch.pipeline.hidden_states import OutputForm, OutputForms, split_hidden_states
 
-_OUTSIDE = ""  # maker of tensors that come from outside of the stack
+# Makers that are no names of blocks: of tensors from outside of the stack, and of hidden states.
+_OUTSIDE, _STREAM = "", "*"
 
 
 class Stack(NamedTuple):
@@ -73,9 +75,9 @@ class _Watcher:
         self._last: list[tuple[torch.Tensor, int]] = []  # tensors returned, and their versions
         self._shape = torch.Size()  # of the hidden states that the block received
         self._received: set[int | str] = set()  # arguments of the first block that are tensors
-        # Tensor -> the block of this stack that made it. The tensors are held so that no other
-        # gets their id.
-        self._makers: dict[int, tuple[str, torch.Tensor]] = {}
+        # Id of a tensor -> the block of this stack that made it. The reference is to tell a later
+        # tensor that got the same id; held tensors would fill the memory.
+        self._makers: dict[int, tuple[str, ReferenceType[torch.Tensor]]] = {}
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record that a block begins."""
@@ -87,10 +89,12 @@ class _Watcher:
         others: dict[Any, Any] = {**dict[Any, Any](enumerate(more)), **named}
         # Example: image and text both pass all blocks of Flux. The text is a tensor for the first
         # block, and the block before made it for the others: blocks that change two streams are
-        # stacks of one. The first block of T5 makes positions where it received None.
+        # stacks of one. The first block of T5 makes positions where it received None. A block that
+        # receives the outputs of an earlier one again, such as a skip connection, begins a stack.
+        if self._makers_of(x):
+            self._makers[id(x)] = _STREAM, ref(x)
         made = {key for key, value in others.items() if self._makers_of(value)}
         makers = {maker for value in others.values() for maker in self._makers_of(value)}
-        self._makers.pop(id(x), None)  # hidden states of all blocks would fill the memory
         is_same = keeps_shape and any(x is y and _version(x) == v for y, v in self._last)
         is_shared = not made & self._received and makers <= {s.names[0] for s in self.stacks[-1:]}
         if is_same and is_shared:
@@ -102,12 +106,12 @@ class _Watcher:
             self._makers.clear()
             self._received = {key for key, value in others.items() if [*iter_tensors([value])]}
         for tensor in iter_tensors(list(others.values())):
-            self._makers.setdefault(id(tensor), (_OUTSIDE, tensor))
+            self._remember(_OUTSIDE, tensor)
 
     def _makers_of(self, value: Any) -> set[str]:
         """Return the blocks of this stack that made tensors of an argument."""
-        ids = [id(t) for t in iter_tensors([value])]
-        return {self._makers[i][0] for i in ids if i in self._makers} - {_OUTSIDE}
+        known = [(t, self._makers.get(id(t))) for t in iter_tensors([value])]
+        return {pair[0] for t, pair in known if pair is not None and pair[1]() is t} - {_OUTSIDE}
 
     def leave(self, name: str, output: Any) -> None:
         """Record what a block returns."""
@@ -115,7 +119,13 @@ class _Watcher:
         tensors = list(iter_tensors(output))
         self._last = [(tensor, _version(tensor)) for tensor in tensors]
         for tensor in tensors:
-            self._makers.setdefault(id(tensor), (name, tensor))
+            self._remember(name, tensor)
+
+    def _remember(self, maker: str, tensor: torch.Tensor) -> None:
+        """Record the maker of a tensor, unless it is known."""
+        known = self._makers.get(id(tensor))
+        if known is None or known[1]() is not tensor:
+            self._makers[id(tensor)] = maker, ref(tensor)
 
 
 def _version(x: torch.Tensor) -> int:

@@ -28,7 +28,11 @@ from quark.torch.quantization.nn.experts import (
     temporarily_split_experts,
 )
 from quark.torch.quantization.nn.layer import input_axis
-from quark.torch.quantization.nn.operators import is_operator, is_operator_module
+from quark.torch.quantization.nn.operators import (
+    has_empty_weight,
+    is_operator,
+    is_operator_module,
+)
 from quark.torch.quantization.preparation import select_layers
 
 Layers = Mapping[str, QuantizationConfig]
@@ -199,6 +203,8 @@ class _Reasons:
         """Return the reason for a module that is not quantized."""
         if not is_operator(type(module)):
             return f"{type(module).__name__} cannot be quantized"
+        if has_empty_weight(module):
+            return "weight has no elements"
         if not is_operator_module(module):
             return "weight is computed by a hook"
         for part in self._parts:

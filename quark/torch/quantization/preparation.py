@@ -24,6 +24,7 @@ from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 from quark.torch.quantization.nn.layer import QuantizedLayer, input_axis, is_linear
 from quark.torch.quantization.nn.operators import (
+    has_empty_weight,
     is_operator,
     is_operator_module,
     operator,
@@ -230,10 +231,13 @@ def restore_layers(model: nn.Module) -> None:
         layer.to_float()
 
 
-def _warn_of_computed_weights(model: nn.Module) -> None:
-    """Warn about operators whose weight is no parameter; see ``is_operator_module``."""
+def _warn_of_unfit_operators(model: nn.Module) -> None:
+    """Warn about operators that are left in float; see ``is_operator_module``."""
     operators = {n: m for n, m in model.named_modules() if is_operator(type(m))}
-    left = [name for name, module in operators.items() if not is_operator_module(module)]
+    empty = [name for name, module in operators.items() if has_empty_weight(module)]
+    if empty:
+        logger.warning("%s left in float: the weight has no elements.", names_as_subject(empty))
+    left = [n for n, m in operators.items() if n not in empty and not is_operator_module(m)]
     if left:
         logger.warning(
             "%s left in float: a hook computes the weight before each pass. To quantize it, make "
@@ -246,9 +250,9 @@ def _warn_of_computed_weights(model: nn.Module) -> None:
 def _warn_of_float_modules(model: nn.Module) -> None:
     """Warn about modules that cannot be quantized, if they hold more than 5 % of the parameters.
 
-    Of those whose weight a hook computes, whatever they hold.
+    Of operators that cannot be quantized, whatever they hold.
     """
-    _warn_of_computed_weights(model)
+    _warn_of_unfit_operators(model)
     sizes: dict[str, int] = {}
     counted = {
         id(p) for m in model.modules() if is_operator_module(m) for p in m._parameters.values()

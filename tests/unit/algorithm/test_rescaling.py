@@ -148,6 +148,39 @@ def test_what_is_written_and_cannot_be(llama, entry, said):
         usable(llama, [entry])
 
 
+@pytest.mark.parametrize("stranger", ["self_attn.o_proj", "mlp.up_proj", "self_attn", "mlp.act_fn"])
+def test_a_layer_that_does_not_read_the_output(llama, stranger):
+    entry = {"prev_op": "input_layernorm", "layers": ["self_attn.q_proj", stranger]}
+    said = (
+        rf"from model\.layers\.0\.input_layernorm .*: model\.layers\.0\.{stranger}\. Readers of "
+        r"\S+: model\.layers\.0\.self_attn\.k_proj, .*v_proj\. Name only readers"
+    )
+    with pytest.raises(ValueError, match=said):
+        usable(llama, [entry])
+
+
+def test_entries_of_one_producer_rescale_it_once(llama):
+    written = [{"prev_op": NAMES[0], "layers": [f"self_attn.{n}_proj"]} for n in "qkv"]
+    assert usable(llama, written) == [f"{BLOCK.format(i)}.{NAMES[0]}" for i in (0, 1)]
+
+
+def test_blocks_that_are_left_out_are_named(caplog):
+    """A cap between the layers of the second block, which no factor passes."""
+    model = build(small_config("llama"))
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, args, y: y.tanh())
+    found = usable(context_of(model), [{"prev_op": NAMES[3], "layers": ["mlp.down_proj"]}])
+    assert found == [f"{BLOCK.format(0)}.{NAMES[3]}"]
+    said = "awq: scaling_layers has prev_op='mlp.up_proj', which is not rescaled in model.layers.1:"
+    assert f"{said} goes through tanh in model.layers.1.mlp.up_proj." in caplog.text
+
+
+def test_all_experts_may_be_named():
+    experts = [f"mlp.experts.{i}.{n}_proj" for i in range(4) for n in ("gate", "up")]
+    written = [{"prev_op": NAMES[2], "layers": [*experts, "mlp.gate"]}]
+    context = context_of(build(small_config("mixtral")))
+    assert usable(context, written) == [f"{BLOCK.format(i)}.{NAMES[2]}" for i in (0, 1)]
+
+
 def test_a_layer_that_is_no_module_warns(llama, caplog):
     entry = {"prev_op": "input_layernorm", "layers": ["self_attn.q_proj", "self_attn.k_porj"]}
     usable(llama, [entry])

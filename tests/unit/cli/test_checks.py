@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -26,7 +25,6 @@ CALLS = {
     "collect": ["--output_dir", "out", "--model_dir"],
     "search": ["--target_bits", "4", "--model_dir"],
     "evaluate": [],
-    "report": ["--dataset", Path(__file__).parents[3] / "README.md"],
 }
 
 
@@ -43,6 +41,12 @@ def test_a_damaged_model_is_refused_before_text_is_read(
     said = " ".join(result.stderr.split())
     assert f"{damaged}: The checkpoint does not fit LlamaForCausalLM: model.norm.weight" in said
     assert "reading text" not in said
+
+
+def test_a_report_of_a_float_model_asks_for_another_call_whole_or_not(quark, damaged):
+    result = quark("report", damaged, "--json")
+    assert result.exit_code == 2
+    assert "is not a quantized checkpoint. Quantize the model first" in result.stderr
 
 
 def test_a_short_name_is_named_too(quark, damaged, monkeypatch, tmp_path):
@@ -133,7 +137,7 @@ def test_collect_needs_room_before_the_data_runs(quark, model_dir, tmp_path, mon
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: free)
     monkeypatch.setattr(collection, "run_blocks", None)  # not called
     result = quark("collect", "--output_dir", tmp_path / "out", "--model_dir", model_dir)
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     said = " ".join(result.stderr.split())
     assert "--output_dir" in said and "will be written: make room" in said
 

@@ -2,10 +2,15 @@
 
 import os
 import shutil
+import struct
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from quark.cli.main import app
+from tests.unit.export.gguf.rewriting import write_gguf
 
 TEXT = ["--num_calib_data", 2]
 # Verb -> a call, with CHECKPOINT for the model or checkpoint that it reads.
@@ -59,10 +64,6 @@ DAMAGED = [cut, no_header, no_weights, half_a_config]
 @pytest.fixture(scope="module")
 def sound(model_dir, tmp_path_factory):
     """A quantized checkpoint."""
-    from typer.testing import CliRunner
-
-    from quark.cli.main import app
-
     path = tmp_path_factory.mktemp("sound") / "int8"
     call = ["--model_dir", model_dir, "--output_dir", path, "--quant_scheme", "int8_wo"]
     result = CliRunner().invoke(app, ["quantize", *map(str, call), "--skip_evaluation"])
@@ -106,6 +107,67 @@ def test_a_weight_that_is_nan_is_named_before_the_evaluation(model_dir, text, pl
     call += ["--quant_algo", "gptq", "--dataset", text, "--eval_data", text, "--seq_len", 16]
     said = refused("quantize", *call, *TEXT, code=1)
     assert said.startswith("error: model.layers.1.mlp.down_proj.weight has NaN")
+
+
+def end_missing(data, tensor):
+    return data[:-1000]
+
+
+def header_cut(data, tensor):
+    return data[:500]
+
+
+def other_magic(data, tensor):
+    return b"GGML" + data[4:]
+
+
+def beyond_the_end(data, tensor):
+    """Put the last place of the file into the header of a tensor."""
+    name = tensor.encode()
+    place = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    place += 4 + 8 * struct.unpack_from("<I", data, place)[0] + 4
+    return data[:place] + struct.pack("<Q", len(data) // 32 * 32) + data[place + 8 :]
+
+
+def other_name(data, tensor):
+    return data.replace(tensor.encode(), tensor.encode()[::-1])
+
+
+@pytest.fixture(scope="module")
+def files(sound, tmp_path_factory):
+    """GGUF files of the checkpoint: with codes, and in float."""
+    gguf, place = pytest.importorskip("gguf"), tmp_path_factory.mktemp("gguf")
+    call = ["convert", sound, place / "codes", "--to", "gguf"]
+    assert CliRunner().invoke(app, [*map(str, call)]).exit_code == 0
+    (coded,) = (place / "codes").glob("*.gguf")
+    kinds = {tensor.name: "F32" for tensor in gguf.GGUFReader(coded).tensors}
+    write_gguf(place / "float.gguf", coded, kinds)
+    return {"codes": coded, "float": place / "float.gguf"}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+@pytest.mark.parametrize("kind", ["codes", "float"])
+@pytest.mark.parametrize(
+    "damage",
+    [end_missing, header_cut, other_magic, beyond_the_end, other_name],
+    ids=lambda function: function.__name__,
+)
+@pytest.mark.sampled(3, covers=True)
+def test_a_damaged_gguf_file(verb, kind, damage, files, place, refused):
+    """Only a float file that is not read further asks for another call."""
+    shutil.rmtree("CHECKPOINT")
+    data = damage(files[kind].read_bytes(), "blk.0.attn_q.weight")
+    (place / "CHECKPOINT.gguf").write_bytes(data)
+    call = [str(value).replace("CHECKPOINT", "CHECKPOINT.gguf") for value in CALLS[verb]]
+    before = set(place.iterdir())
+    needs_codes = verb in ("convert", "report") and kind == "float"
+    if damage is other_name and verb == "inspect":
+        return  # which lists the tensors of any file
+    code = 2 if damage is other_name and needs_codes else 1
+    said = refused(verb, *call, code=code)
+    assert "CHECKPOINT.gguf" in said
+    assert ("Quantize the model first" if code == 2 else "opy it again") in said
+    assert set(place.iterdir()) == before, "a refused call has written something"
 
 
 @pytest.mark.parametrize("kind", ["F32", "IQ4_XS"])

@@ -77,7 +77,7 @@ def test_a_disk_without_room_for_activations(verbs, refused, monkeypatch, tmp_pa
     monkeypatch.setattr("quark.torch.pipeline.requirements.LIMIT", 0)
     place = tmp_path / "activations"
     place.mkdir()
-    message = refused("collect", *verbs["collect"], "--offload_dir", place)
+    message = refused("collect", *verbs["collect"], "--offload_dir", place, code=1)
     assert "--offload_dir" in message and "free" in message
 
 

@@ -95,3 +95,18 @@ def test_another_model_as_the_original(verb, places, quark, tmp_path):
     assert result.exit_code == 2, result.output
     said = " ".join(result.stderr.split())
     assert "NO-WEIGHTS is another model: it has num_hidden_layers=3, and OUT has 2" in said
+
+
+@pytest.mark.parametrize("name", ["MODEL/out", "a b/é 模型/out"])
+def test_an_output_inside_of_the_model_or_with_any_name(name, places, quark, tmp_path):
+    """The files are those of another output, and the model is not changed."""
+    before = {f: f.read_bytes() for f in (tmp_path / "MODEL").iterdir()}
+    call = ["quantize", "--model_dir", "MODEL", "--quant_scheme", "int8_wo", "--skip_evaluation"]
+    for place in ("elsewhere", name):
+        result = quark(*call, "--output_dir", place)
+        assert result.exit_code == 0, result.output
+    sums = [(tmp_path / place / "SHA256SUMS").read_text() for place in ("elsewhere", name)]
+    sums = [text.partition("README.md\n")[2] for text in sums]  # whose lines name the directory
+    assert sums[0] and sums[0] == sums[1]
+    assert {f: f.read_bytes() for f in (tmp_path / "MODEL").iterdir() if f.is_file()} == before
+    assert [f.name for f in (tmp_path / name).parent.iterdir() if f not in before] == ["out"]

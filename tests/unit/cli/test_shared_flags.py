@@ -1,5 +1,6 @@
 """The flags that every verb has: --quiet, --verbose, --log_file; and --json."""
 
+import errno
 import json
 import logging
 import re
@@ -48,6 +49,19 @@ def test_the_log_file(quark, quantize, text, tmp_path):
     assert quark("evaluate", tmp_path / "gone", "--log_file", log).exit_code == 2
     assert "ERROR" in log.read_text().splitlines()[-1]
     assert logging.getLogger("quark").handlers == []
+
+
+def test_a_log_file_on_a_full_disk(quark, tmp_path, monkeypatch):
+    """The work goes on, and the log ends with one warning."""
+
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(logging.FileHandler, "flush", flush)
+    result = quark("schemes", "--log_file", tmp_path / "run.log")
+    assert result.exit_code == 0 and result.stdout
+    (said,) = result.stderr.splitlines()
+    assert said.endswith("run.log ends here, since it cannot be written: No space left on device.")
 
 
 def test_a_log_file_that_cannot_be_written(refused, tmp_path):

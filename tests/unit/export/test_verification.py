@@ -144,7 +144,7 @@ class TestWrong:
         assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == before
         assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
-    def test_what_transformers_does_not_open_is_said(self, model, export, monkeypatch):
+    def test_what_transformers_does_not_open_is_said(self, model, export, monkeypatch, caplog):
         def fails(*_):
             raise RuntimeError("no kernel\nat all")
 
@@ -152,6 +152,9 @@ class TestWrong:
         verdict = verify(export(model), model)
         assert verdict.reader == "this package"
         assert verdict.note == "Transformers does not open it: no kernel"
+        (said,) = caplog.messages
+        assert said.startswith("Verified: this package reads the checkpoint, and it computes")
+        assert said.endswith(f"Not verified: that other software opens it ({verdict.note}).")
 
     def test_a_file_that_nothing_opens(self, model, export):
         path = export(model)

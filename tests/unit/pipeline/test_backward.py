@@ -107,14 +107,21 @@ NAMES = ["body.0", "body.1", "boxes.0", "boxes.1"]
 ROWS = torch.randn(2, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def test_gradients_of_a_stack_that_no_logits_depend_on_are_zero():
-    model = Branches(between=2.0).double()
-    found = through_blocks(model, NAMES, [{"x": ROWS}])
+def whole_rows(model, names):
+    """Gradients through the whole model on ROWS, by layer."""
     kept = {}
-    handles = watch(model, NAMES, kept)
+    handles = watch(model, names, kept)
     squares(model(ROWS).logits, None).backward()
     for handle in handles:
         handle.remove()
+    return kept
+
+
+@pytest.mark.parametrize("between", [2.0, 1], ids=["two stacks", "one stack"])
+def test_gradients_of_blocks_that_no_logits_depend_on_are_zero(between):
+    model = Branches(between).double()
+    found = through_blocks(model, NAMES, [{"x": ROWS}])
+    kept = whole_rows(model, NAMES)
     assert kept.keys() == {"body.0.0", "body.1.0"}
     for layer, gradients in kept.items():
         torch.testing.assert_close(found.pop(layer), gradients)
@@ -122,10 +129,62 @@ def test_gradients_of_a_stack_that_no_logits_depend_on_are_zero():
     assert not any(gradient.any() for gradients in found.values() for gradient in gradients)
 
 
-def test_logits_that_leave_a_stack_before_its_end_are_refused():
-    model = Branches().double()
-    with pytest.raises(ValueError, match=r"depend on blocks before boxes\.1, and not on it\."):
-        through_blocks(model, NAMES, [{"x": ROWS}])
+class Readers(nn.Module):
+    """Blocks whose hidden states of some depths a head reads."""
+
+    def __init__(self, depths):
+        super().__init__()
+        self.body, self.depths = nn.ModuleList(map(Branches.block, range(4))), depths
+        self.heads = nn.ModuleList(nn.Linear(6, 6) for _ in depths)
+
+    def forward(self, x):
+        states = []
+        for block in self.body:
+            x = block(x)
+            states.append(x)
+        for head, depth in zip(self.heads, self.depths, strict=True):
+            x = x * head(states[depth]).tanh()
+        return SimpleNamespace(logits=x)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("depths", [[], [0], [1, 2], [0, 1, 2]], ids=str)
+def test_a_head_that_reads_several_hidden_states(depths, limit):
+    model, names = Readers(depths).double(), [f"body.{i}" for i in range(4)]
+    batches = [{"x": ROWS}, {"x": -ROWS}]
+    found = through_blocks(model, names, batches, limit=limit)
+    kept = whole_rows(model, names)
+    assert found.keys() == kept.keys() == {f"{name}.0" for name in names}
+    for layer, (gradient,) in kept.items():
+        torch.testing.assert_close(found[layer][0], gradient)
+
+
+class Shares(nn.Module):
+    """Blocks that all read the values of the first one."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.value, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x, values):
+            values = self.value(x) if values is None else values
+            return x + self.out(values).tanh(), values
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x):
+        values = None
+        for block in self.body:
+            x, values = block(x, values)
+        return SimpleNamespace(logits=x)
+
+
+def test_values_of_the_first_block_that_later_ones_read_are_refused():
+    with pytest.raises(ValueError, match=r"body\.0 computes tensors from its inputs.*such as gptq"):
+        through_blocks(Shares().double(), [f"body.{i}" for i in range(3)], [{"x": ROWS}])
 
 
 def test_the_model_is_as_it_was():

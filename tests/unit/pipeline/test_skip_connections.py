@@ -77,6 +77,35 @@ def test_later_blocks_see_the_changed_ones():
     equal(found, seen_by(model, NAMES, data))
 
 
+class Again(nn.Module):
+    """Four blocks, of which the last receives an earlier hidden state again."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.blocks, self.depth = nn.ModuleList(Block() for _ in range(4)), depth
+
+    def forward(self, sample, timestep):
+        temb = torch.sin(timestep[:, None] * torch.arange(1.0, 9.0))
+        states = []
+        for block in self.blocks:
+            skip = states[self.depth] if len(states) == 3 else None
+            states.append(sample := block(sample=sample, temb=temb, skip=skip))
+        return sample
+
+
+@pytest.mark.parametrize("depth", range(3))
+def test_a_block_that_receives_an_earlier_state_again(depth):
+    model, data, names = Again(depth), batches(), [f"blocks.{i}" for i in range(4)]
+    equal(run(model, names, data), seen_by(model, names, data))
+    found = {}
+    with torch.no_grad():
+        for block in run_blocks(model, names, data, "test"):
+            block.module.down.weight.mul_(0.5)
+            block.run()
+            found[block.name] = [block.outputs(i).clone() for i in range(len(block))]
+    equal(found, seen_by(model, names, data))
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [GPTQConfig(), AWQConfig(), AutoRoundConfig(iters=2)],

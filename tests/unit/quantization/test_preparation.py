@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from transformers import MobileBertConfig, MobileBertForMaskedLM
 
 from quark.torch import ModelImporter, ModelQuantizer
 from quark.torch.quantization.config.config import (
@@ -19,6 +20,7 @@ from quark.torch.quantization.config.config import (
     QuantizationConfig,
     Uint4PerGroupSpec,
 )
+from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.type import QuantFlow
 from quark.torch.quantization.nn.operators import QuantLinear
 from quark.torch.quantization.preparation import (
@@ -275,6 +277,28 @@ class TestPrepareAndRestore:
         assert torch.equal(model[0](x), first)
         loaded = ModelImporter(export(model)).import_model_info(make())
         assert torch.equal(loaded(x), model(x))
+
+    @pytest.mark.parametrize("name", ["fp8", "int8", "int4_wo_32"])
+    def test_a_weight_without_elements_is_left_alone(self, name, export, caplog):
+        """The head of MobileBERT has no outputs where hidden states are as wide as embeddings."""
+
+        def make():
+            torch.manual_seed(0)
+            width = dict.fromkeys(["hidden_size", "embedding_size", "intra_bottleneck_size"], 32)
+            sizes = {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64}
+            config = MobileBertConfig(**width, **sizes, use_bottleneck=False)
+            return MobileBertForMaskedLM(config).eval()
+
+        model, ids = make(), torch.arange(12)[None]
+        expected = model(ids).logits
+        config = Config(scheme(name))
+        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, [ids]))
+        assert "cls.predictions.dense is left in float: the weight has no ele" in caplog.text
+        assert type(model.cls.predictions.dense) is nn.Linear
+        logits = model(ids).logits
+        assert 0 < (logits - expected).norm() < 0.2 * expected.norm()
+        loaded = ModelImporter(export(model)).import_model_info(make())
+        assert torch.equal(loaded(ids).logits, logits)
 
     def test_a_subclass_of_linear_that_computes_the_same_is_quantized(self, build, logits):
         model = build("falcon", bias=True)

@@ -125,7 +125,10 @@ def match_gguf(path: Path, dtype: torch.dtype | None = None, **options: Any) -> 
     }
     problems = [f"{names_as_subject(some)} {problem}" for problem, some in unlike.items() if some]
     if problems:
-        raise ValueError(f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}.")
+        raise ValueError(
+            f"{path} does not fit {type(model).__name__}: {'; '.join(problems)}. Write the file "
+            "again from the model, or copy it again."
+        )
     check_factors(model, config, file, head_size(config))
     return GgufModel(file, model, architecture, dtype, sources)
 

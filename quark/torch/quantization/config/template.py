@@ -111,11 +111,22 @@ class LLMTemplate:
     def register_scheme(cls, scheme_name: str, config: QuantizationConfig) -> None:
         """Register a scheme under a new name.
 
+        A registered scheme may be registered again, which replaces it. Schemes of this package keep
+        their meaning: no name that finds one of them is free, in any case or spelling.
+
         Raises:
             TypeError: The name is no text, or the scheme is no configuration of layers.
+            ValueError: The name is empty, or that of a scheme of this package.
         """
         check_types(str, scheme_name=scheme_name)
         check_types(QuantizationConfig, config=config)
+        if not scheme_name.strip():
+            raise ValueError(f"scheme_name: expected a name, got {scheme_name!r}.")
+        if _is_built_in(scheme_name):
+            raise ValueError(
+                f"scheme_name: {scheme_name!r} is a scheme of this package, which cannot be "
+                "replaced. Choose a name that LLMTemplate.get_supported_schemes() does not list."
+            )
         cls._schemes[scheme_name] = config
 
     @classmethod
@@ -235,6 +246,15 @@ class LLMTemplate:
         """
         scheme, options = recipe(name)
         return replace(self.get_config(scheme), algo_config=options)
+
+
+def _is_built_in(name: str) -> bool:
+    """Whether a name finds a scheme of this package."""
+    try:
+        presets.scheme(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _warn_of_unused(given: dict[str, AlgoConfig], algorithms: list[AlgoConfig]) -> None:

@@ -195,14 +195,27 @@ def is_operator(kind: type[nn.Module]) -> bool:
 
 
 def is_operator_module(module: nn.Module) -> bool:
-    """Whether a module can be quantized: an operator whose weight is a parameter.
+    """Whether a module can be quantized: an operator whose weight is a parameter with elements.
 
     ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune`` compute the weight from other
     parameters before each pass; it is a plain attribute then.
     """
-    return is_operator(type(module)) and all(
-        name in module._parameters or getattr(module, name, None) is None for name in PARAMETERS
+    return (
+        is_operator(type(module))
+        and not has_empty_weight(module)
+        and all(
+            name in module._parameters or getattr(module, name, None) is None for name in PARAMETERS
+        )
     )
+
+
+def has_empty_weight(module: nn.Module) -> bool:
+    """Whether the weight of a module has no elements, such as one of a layer without outputs.
+
+    A head of MobileBERT has as many outputs as hidden states have more channels than embeddings.
+    """
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.numel() == 0
 
 
 def operator_names() -> str:

@@ -291,11 +291,35 @@ def test_two_runs_into_one_output(refused, command, tmp_path):
     assert "Another process works in" in said
 
 
+@pytest.mark.parametrize("why", ["another run has blocks", "no room"])
+def test_two_runs_of_which_one_has_no_journal(
+    why, request, refused, command, tmp_path, monkeypatch
+):
+    """Neither begins while the other works, whatever each keeps on the disk."""
+    if why == "no room":
+        monkeypatch.setattr("quark.cli.quantize.progress._free", lambda path: 1000)
+    else:
+        request.getfixturevalue("interrupted")
+        command = [flag for flag in command if flag not in ("--quant_algo", "gptq")]
+    with Journal(tmp_path / "out.partial"):
+        assert "Another process works in" in refused(*command, code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "quark.cli.quantize.job.load", lambda *_, **__: Journal(tmp_path / "out.partial")
+        )
+        patch.setattr(
+            "quark.cli.quantize.job.quantize_files", lambda *_: Journal(tmp_path / "out.partial")
+        )
+        assert "Another process works in" in refused(*command, code=1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_room_there_is_no_journal(quark, command, tmp_path, monkeypatch):
     monkeypatch.setattr("quark.cli.quantize.progress._free", lambda path: 1000)
-    monkeypatch.setattr(Journal, "__init__", None)
+    monkeypatch.setattr(Journal, "begin", None)
     result = quark(*command)
     assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert "has no room for finished blocks" in result.stderr
 
 

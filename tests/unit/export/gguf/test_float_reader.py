@@ -16,32 +16,12 @@ from quark.torch.export.gguf.reader import _TYPES
 from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.graph.residency import residency_of
 from tests.configurations import config, half_groups
+from tests.unit.export.gguf.rewriting import write_gguf
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
 # Types of blocks by tensor. Only the values of TQ2_0 are read.
 KINDS = {"ffn_down": "Q5_1", "attn_q": "Q4_1", "attn_v": "TQ2_0", "token_embd": "Q8_0"}
-
-
-def write_gguf(path, source, kinds):
-    """Write a file again by the package of llama.cpp, some tensors as blocks of other types."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            inner = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
-    for tensor in reader.tensors:
-        kind = next((kind for part, kind in kinds.items() if part in tensor.name), None)
-        number, data = tensor.tensor_type, tensor.data
-        if kind is not None:
-            number = gguf.GGMLQuantizationType[kind]
-            data = gguf.quantize(gguf.dequantize(data, tensor.tensor_type), number)
-        writer.add_tensor(tensor.name, data, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.fixture(scope="module")

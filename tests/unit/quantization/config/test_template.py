@@ -16,7 +16,12 @@ from quark.torch.quantization.config.algo import (
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.kv_cache import with_kv_cache
 from quark.torch.quantization.config.match import config_for
-from quark.torch.quantization.config.presets import kv_cache_scheme, scheme, scheme_names
+from quark.torch.quantization.config.presets import (
+    ALIASES,
+    kv_cache_scheme,
+    scheme,
+    scheme_names,
+)
 
 K0 = "model.layers.0.self_attn.k_proj"
 
@@ -74,6 +79,27 @@ def test_registered_scheme():
     assert LLMTemplate.get_supported_schemes() == scheme_names()
     with pytest.raises(ValueError, match="quant_scheme: 'own' is unknown"):
         LLMTemplate.get("llama").get_config("own")
+
+
+@pytest.mark.parametrize("name", ["int8", "INT8", "int4_wo_48", "w_mx_fp4_per_group_sym", *ALIASES])
+def test_a_scheme_of_the_package_is_not_replaced(name):
+    before = LLMTemplate.get("llama").get_config(name)
+    with pytest.raises(ValueError, match=rf"'{name}' is a scheme of this package.*Choose a name"):
+        LLMTemplate.register_scheme(name, scheme("int2_wo_32"))
+    assert LLMTemplate.get("llama").get_config(name) == before
+
+
+def test_a_registered_scheme_is_replaced():
+    LLMTemplate.register_scheme("own", scheme("int8"))
+    LLMTemplate.register_scheme("own", scheme("fp8"))
+    assert LLMTemplate.get("llama").get_config("own").global_quant_config == scheme("fp8")
+    assert LLMTemplate.get_supported_schemes().count("own") == 1
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_scheme_needs_a_name(name):
+    with pytest.raises(ValueError, match="scheme_name: expected a name"):
+        LLMTemplate.register_scheme(name, scheme("int8"))
 
 
 def test_unregistering_what_is_not_registered():
