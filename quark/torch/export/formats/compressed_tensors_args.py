@@ -5,14 +5,12 @@ QuantizationArgs describe one tensor, a QuantizationScheme the weight and the in
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from quark.torch.export.formats.layer_checks import integer_weight_problem
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import MX_BLOCK, QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 
@@ -300,26 +298,3 @@ def _nvfp4_spec(is_input: bool) -> QuantizationSpec:
             Dtype.fp8_e4m3, qscheme=PER.per_tensor, is_dynamic=False, is_scale_quant=True
         ),
     )
-
-
-def to_pattern(name: str) -> str:
-    """Return the pattern of ``Config`` for a name or a simple regular expression.
-
-    Expressions may have ``.*`` between literal parts: ``re:.*down_proj$`` becomes ``*down_proj``,
-    ``re:.*mlp.*`` becomes ``*mlp*``.
-
-    Raises:
-        ValueError: The expression has other operators.
-    """
-    if not name.startswith("re:"):
-        return literal(name)
-    parts = name[3:].removeprefix("^").split(".*")
-    plain = [re.sub(r"\\?([.\-])", r"\1", part) for part in parts]
-    ends = plain[-1].endswith("$")
-    plain[-1] = plain[-1].removesuffix("$")
-    if any(re.search(r"[^\w.\-]", part) for part in plain):
-        raise ValueError(
-            f"compressed-tensors: the expression {name!r} is not supported: list the layers by "
-            "their full names in config.json."
-        )
-    return "*".join(plain) + ("" if ends or not plain[-1] else "*")
