@@ -30,8 +30,12 @@ _FLOAT_FORMATS: dict[tuple[str, int], tuple[str, dict[str, Any]]] = {
     ("mx_fp", 8): ("mxfp8-quantized", _MX),
     ("nv_fp", 4): ("nvfp4-pack-quantized", _NV),
 }
-# act_data_type -> whether compressed-tensors calls such inputs dynamic.
-_DYNAMIC = {"mx_fp": True, "nv_fp4_with_static_gs": "local"}
+# act_data_type -> arguments of inputs: whether compressed-tensors calls them dynamic, and how
+# shared exponents are rounded, for which compressed-tensors has no name.
+_INPUTS: dict[str, dict[str, Any]] = {
+    "mx_fp": {"dynamic": True, "scale_calculation_mode": "floor"},
+    "nv_fp4_with_static_gs": {"dynamic": "local"},
+}
 _IN_FLOAT = 16  # bits of a layer that is not quantized
 
 
@@ -141,16 +145,16 @@ def _group(
 ) -> dict[str, Any]:
     """Return format, weights and inputs of layers in a float format."""
     kind = (options.get("data_type", ""), options.get("bits", 0))
-    dynamic = _DYNAMIC.get(options.get("act_data_type", ""))
+    rounding = _INPUTS.get(options.get("act_data_type", ""))
     known = (
         kind in _FLOAT_FORMATS
         and options.get("group_size") == (_FLOAT_FORMATS[kind][1]["group_size"])
     )
-    if not known or not (_has_float_inputs(options) or dynamic is not None):
+    if not known or not (_has_float_inputs(options) or rounding):
         raise ValueError(_refusal(expression, options, section))
     name, form = _FLOAT_FORMATS[kind]
     weights = {**form, "dynamic": False, "num_bits": kind[1], "symmetric": True, "type": "float"}
-    inputs = {**weights, "dynamic": dynamic, "num_bits": options.get("act_bits")}
+    inputs = {**weights, **(rounding or {}), "num_bits": options.get("act_bits")}
     return {
         "format": name,
         "input_activations": None if _has_float_inputs(options) else inputs,

@@ -205,7 +205,7 @@ def args_to_spec(
         return _nvfp4_spec(is_input)
     is_mx = bits in (4, 6) or (bits == 8 and args.get("scale_dtype") in _MX_SCALES)
     if is_mx and not is_int and (strategy, group) == ("group", MX_BLOCK):
-        return _mx_spec(bits, bool(args.get("dynamic")))
+        return _mx_spec(bits, bool(args.get("dynamic")), args.get("scale_calculation_mode"))
     name = f"int{bits}" if is_int else f"fp{bits}_e4m3"
     if is_int and not is_input and fmt == PACKED:
         name = f"uint{bits}"
@@ -274,14 +274,15 @@ def args_to_cache(
     )
 
 
-def _mx_spec(bits: int, is_dynamic: bool) -> QuantizationSpec:
-    """Return the specification of blocks with shared exponents."""
+def _mx_spec(bits: int, is_dynamic: bool, mode: str | None) -> QuantizationSpec:
+    """Return the specification of blocks with shared exponents, which are rounded by a mode."""
     return QuantizationSpec(
         _MX_ELEMENTS[bits],
         qscheme=PER.per_group,
         ch_axis=-1,
         group_size=MX_BLOCK,
         scale_format="e8m0",
+        scale_calculation_mode=mode,
         is_dynamic=is_dynamic,
     )
 

@@ -31,6 +31,7 @@ from quark.torch.export.formats.layer_checks import (
     weight_spec,
 )
 from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
@@ -101,7 +102,9 @@ class GptqFormat(ThirdPartyFormat):
         layers = super().stored_layers(layers, reader)
         for name, layer in layers.items():
             key = f"{name}.qzeros"
-            if layer.weight is not None and key in reader.entries:
+            entry = reader.entries.get(key)
+            is_words = entry is not None and type_name(entry.dtype) == "int32" and len(entry.shape)
+            if layer.weight is not None and is_words:
                 self._check_zeros(reader.tensor(key), layer.weight, key)
         coded = [name for name, layer in layers.items() if layer.weight is not None]
         bare = [name for name in coded if f"{name}.g_idx" not in reader.entries]
