@@ -106,7 +106,7 @@ class GptqFormat(ThirdPartyFormat):
             is_words = entry is not None and type_name(entry.dtype) == "int32" and len(entry.shape)
             if layer.weight is not None and is_words:
                 self._check_zeros(reader.tensor(key), layer.weight, key)
-        coded = [name for name, layer in layers.items() if layer.weight is not None]
+        coded = [name for name in layers if f"{name}.qweight" in reader.entries]
         bare = [name for name in coded if f"{name}.g_idx" not in reader.entries]
         if bare and (len(bare) < len(coded) or self.needs_groups):
             raise ValueError(
