@@ -48,8 +48,18 @@ def read_auto_round(section: Mapping[str, Any]) -> dict[str, Any]:
         section: ``quantization_config`` with ``quant_method`` "auto-round".
 
     Raises:
-        ValueError: A layer has options that its packing cannot hold.
+        ValueError: A value is of a wrong kind, or a layer has options that its packing cannot hold.
     """
+    try:
+        return _translated(section)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"quant_method={AUTO_ROUND!r}: quantization_config is malformed ({error}). Copy "
+            "config.json from the original checkpoint again."
+        ) from None
+
+
+def _translated(section: Mapping[str, Any]) -> dict[str, Any]:
     packing, data_type = section.get("packing_format"), section.get("data_type", "int")
     if packing in _INTEGERS and data_type == "int" and _has_float_inputs(section):
         method, checkpoint_format = _INTEGERS[packing]

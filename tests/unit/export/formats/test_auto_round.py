@@ -111,6 +111,9 @@ class TestRefused:
         ("change", "said"),
         [
             ({"extra_config": {"v_proj": 3}}, "extra_config is not an object"),
+            ({"extra_config": {"a.b": {"bits": "8"}}}, "is malformed"),
+            ({"packing_format": [GPTQ]}, "is malformed"),
+            ({**MX, "block_name_to_quantize": [["model.layers"]]}, "is malformed"),
             ({"extra_config": {"a.b": {"bits": 4, "data_type": "mx_fp"}}}, "data_type='mx_fp'"),
             ({"extra_config": {".*(v|k)_proj": {"bits": 8}}}, "list the layers"),
             ({"extra_config": {"a.b": {"bits": 8}}, "packing_format": AWQ}, "bits=8"),
