@@ -20,7 +20,7 @@ from torch import nn
 
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader, TensorHeader
-from quark.torch.export.checkpoint.header_checks import fits
+from quark.torch.export.checkpoint.header_checks import fits, is_offset
 from quark.torch.export.checkpoint.reader import (
     check_stored,
     known_offsets,
@@ -195,7 +195,7 @@ def _check_loaded(
             path, _, attribute = part.rpartition(".")
             offset = zero_offset(layer, part, needed, tensor.device)
             setattr(layer.get_submodule(path), attribute, offset)
-        elif not fits(header, needed, part.endswith(".zero_point")):
+        elif not fits(header, needed, is_offset(part, expected)):
             raise ValueError(
                 f"{stored} is {tensor.dtype} {list(tensor.shape)}, expected "
                 f"{needed.dtype} {list(needed.shape)}: export the checkpoint again."

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quark.torch.export.checkpoint.auto_round import AUTO_ROUND, read_auto_round
 from quark.torch.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ def read_config_json(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / CONFIG
     config = _with_mlx_section(_read_object(path))
+    section = config.get(SECTION)
+    if isinstance(section, dict) and section.get("quant_method") == AUTO_ROUND:
+        config = {**config, SECTION: read_auto_round(section)}
     for name, method in SETTINGS_FILES.items():
         if not (path.parent / name).is_file():
             continue

@@ -49,7 +49,7 @@ def check_headers(
     wrong = [
         f"{name} is {header.dtype} {list(header.shape)}, expected {t.dtype} {list(t.shape)}"
         for name, t in needed.items()
-        if (header := stored.get(name)) and not fits(header, t, name.endswith(".zero_point"))
+        if (header := stored.get(name)) and not fits(header, t, is_offset(name, needed))
     ]
     problems = []
     if missing:
@@ -82,6 +82,20 @@ def unused_names(stored: Collection[str], needed: Collection[str]) -> list[str]:
 def _numbered(name: str) -> str:
     """Return a name with # for each number: ``layers.7.norm`` -> ``layers.#.norm``."""
     return re.sub(r"\d+", "#", name)
+
+
+def is_offset(name: str, needed: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor holds a zero point in each element, as many as scales.
+
+    Packed zero points are words of several codes: they are of one type.
+
+    Args:
+        name: Name of the tensor.
+        needed: Tensors of the model or layer, with the scales of the same quantizer.
+    """
+    prefix, _, last = name.rpartition("zero_point")
+    scale = needed.get(f"{prefix}scale")
+    return not last and scale is not None and scale.numel() == needed[name].numel()
 
 
 def fits(header: TensorHeader, expected: torch.Tensor, is_offset: bool) -> bool:

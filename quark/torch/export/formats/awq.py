@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.formats.config_section import (
     config_for_blocks,
     config_without,
@@ -54,6 +55,15 @@ class AwqFormat(ThirdPartyFormat):
         "weight_zero_point": "qzeros",
     }
     group_size: int
+    expects_middle_zeros = False
+
+    @classmethod
+    def from_section(cls, section: dict[str, Any]) -> ExportFormat:
+        """Return the format of a checkpoint; auto-round stores 8 where there is no zero point."""
+        fmt = super().from_section(section)
+        assert isinstance(fmt, cls)
+        fmt.expects_middle_zeros = section.get("zero_point") is False and "export" not in section
+        return fmt
 
     @property
     def layout(self) -> TensorLayout:
@@ -101,12 +111,22 @@ class AwqFormat(ThirdPartyFormat):
     def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:
-        """Return the layers stored in codes, symmetric if all zero points are the middle code."""
+        """Return the layers stored in codes, symmetric if all zero points are the middle code.
+
+        Raises:
+            ValueError: A zero point is another code although ``zero_point`` is false.
+        """
         from quark.torch.export.formats.layouts.awq import MIDDLE_ZEROS
 
         layers = super().stored_layers(layers, reader)
-        zeros = (reader.tensor(key) for key in reader.entries if key.endswith(".qzeros"))
-        if not all((words == MIDDLE_ZEROS).all() for words in zeros):
+        zeros = {key: reader.tensor(key) for key in reader.entries if key.endswith(".qzeros")}
+        offset = next((key for key in zeros if not (zeros[key] == MIDDLE_ZEROS).all()), None)
+        if offset is not None and self.expects_middle_zeros:
+            raise ValueError(
+                f"{offset}: a zero point is not 8, the only one for zero_point=False. Set "
+                "zero_point to true in config.json if the weights are asymmetric."
+            )
+        if offset is not None:
             return layers
         self.config = with_all_weight_fields(self.config, symmetric=True)
         return {name: with_weight_fields(layer, symmetric=True) for name, layer in layers.items()}
@@ -116,10 +136,9 @@ class AwqFormat(ThirdPartyFormat):
         """Return uint4 per group, for all layers but those excluded or for those of the blocks."""
         read_choice(section, "bits", (4,), 4)
         read_choice(section, "version", ("gemm", "GEMM"), "gemm")
-        # AMD Quark, which adds "export", stores signed codes where there are no zero points.
-        known = (True, False) if "export" in section else (True,)
         weight = unsigned_weight_spec(4, read_group_size(section, 128), symmetric=False)
-        if not read_choice(section, "zero_point", known, True):
+        # AMD Quark, which adds "export", stores signed codes where there are no zero points.
+        if not read_choice(section, "zero_point", (True, False), True) and "export" in section:
             weight = weight.changed(dtype=Dtype.int4, symmetric=True)
         layer = QuantizationConfig(weight=weight)
         excluded = read_names(section, "modules_to_not_convert")

@@ -27,7 +27,6 @@ from quark.torch.export.formats.compressed_tensors_args import (
     format_name,
     layer_scheme,
     stored_format,
-    to_pattern,
 )
 from quark.torch.export.formats.compressed_tensors_attention import (
     attention_groups,
@@ -38,7 +37,7 @@ from quark.torch.export.formats.compressed_tensors_attention import (
     without_ignored,
 )
 from quark.torch.export.formats.compressed_tensors_targets import targets_of
-from quark.torch.export.formats.config_section import read_names
+from quark.torch.export.formats.config_section import read_names, to_pattern
 from quark.torch.export.formats.kv_cache import is_static_fp8
 from quark.torch.export.formats.layer_checks import weight_shape, weight_spec
 from quark.torch.export.formats.third_party import ThirdPartyFormat, is_output_only

@@ -5,14 +5,12 @@ QuantizationArgs describe one tensor, a QuantizationScheme the weight and the in
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from quark.torch.export.formats.layer_checks import integer_weight_problem
 from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scale_formats import E8M0
 from quark.torch.quantization.config.config import QuantizationConfig
-from quark.torch.quantization.config.match import literal
 from quark.torch.quantization.config.spec import MX_BLOCK, QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 
@@ -207,7 +205,7 @@ def args_to_spec(
         return _nvfp4_spec(is_input)
     is_mx = bits in (4, 6) or (bits == 8 and args.get("scale_dtype") in _MX_SCALES)
     if is_mx and not is_int and (strategy, group) == ("group", MX_BLOCK):
-        return _mx_spec(bits, bool(args.get("dynamic")))
+        return _mx_spec(bits, bool(args.get("dynamic")), args.get("scale_calculation_mode"))
     name = f"int{bits}" if is_int else f"fp{bits}_e4m3"
     if is_int and not is_input and fmt == PACKED:
         name = f"uint{bits}"
@@ -276,14 +274,15 @@ def args_to_cache(
     )
 
 
-def _mx_spec(bits: int, is_dynamic: bool) -> QuantizationSpec:
-    """Return the specification of blocks with shared exponents."""
+def _mx_spec(bits: int, is_dynamic: bool, mode: str | None) -> QuantizationSpec:
+    """Return the specification of blocks with shared exponents, which are rounded by a mode."""
     return QuantizationSpec(
         _MX_ELEMENTS[bits],
         qscheme=PER.per_group,
         ch_axis=-1,
         group_size=MX_BLOCK,
         scale_format="e8m0",
+        scale_calculation_mode=mode,
         is_dynamic=is_dynamic,
     )
 
@@ -300,26 +299,3 @@ def _nvfp4_spec(is_input: bool) -> QuantizationSpec:
             Dtype.fp8_e4m3, qscheme=PER.per_tensor, is_dynamic=False, is_scale_quant=True
         ),
     )
-
-
-def to_pattern(name: str) -> str:
-    """Return the pattern of ``Config`` for a name or a simple regular expression.
-
-    Expressions may have ``.*`` between literal parts: ``re:.*down_proj$`` becomes ``*down_proj``,
-    ``re:.*mlp.*`` becomes ``*mlp*``.
-
-    Raises:
-        ValueError: The expression has other operators.
-    """
-    if not name.startswith("re:"):
-        return literal(name)
-    parts = name[3:].removeprefix("^").split(".*")
-    plain = [re.sub(r"\\?([.\-])", r"\1", part) for part in parts]
-    ends = plain[-1].endswith("$")
-    plain[-1] = plain[-1].removesuffix("$")
-    if any(re.search(r"[^\w.\-]", part) for part in plain):
-        raise ValueError(
-            f"compressed-tensors: the expression {name!r} is not supported: list the layers by "
-            "their full names in config.json."
-        )
-    return "*".join(plain) + ("" if ends or not plain[-1] else "*")

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quark.torch.export.formats.compressed_tensors_args import args_to_cache, cache_args, to_pattern
-from quark.torch.export.formats.config_section import read_names
+from quark.torch.export.formats.compressed_tensors_args import args_to_cache, cache_args
+from quark.torch.export.formats.config_section import read_names, to_pattern
 from quark.torch.export.formats.kv_cache import SCALE_NAMES, kv_cache_config
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match, matches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -100,3 +101,30 @@ def with_all_weight_fields(config: Config, **fields: Any) -> Config:
     }
     default = with_weight_fields(config.global_quant_config, **fields)
     return replace(config, global_quant_config=default, layer_quant_config=layers)
+
+
+def to_pattern(name: str, tool: str = "compressed-tensors") -> str:
+    """Return the pattern of ``Config`` for a name or a simple regular expression.
+
+    Expressions may have ``.*`` between literal parts: ``re:.*down_proj$`` becomes ``*down_proj``,
+    ``re:.*mlp.*`` becomes ``*mlp*``. They match from the start of a name, as ``re.match`` does.
+
+    Args:
+        name: Name, or expression after ``re:``.
+        tool: The tool that wrote it, for messages.
+
+    Raises:
+        ValueError: The expression has other operators.
+    """
+    if not name.startswith("re:"):
+        return literal(name)
+    parts = name[3:].removeprefix("^").split(".*")
+    plain = [re.sub(r"\\?([.\-])", r"\1", part) for part in parts]
+    ends = plain[-1].endswith("$")
+    plain[-1] = plain[-1].removesuffix("$")
+    if any(re.search(r"[^\w.\-]", part) for part in plain):
+        raise ValueError(
+            f"{tool}: the expression {name!r} is not supported: list the layers by "
+            "their full names in config.json."
+        )
+    return "*".join(plain) + ("" if ends or not plain[-1] else "*")

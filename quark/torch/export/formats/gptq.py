@@ -20,6 +20,7 @@ from quark.torch.export.formats.config_section import (
     read_choice,
     read_group_size,
     read_names,
+    to_pattern,
     unsigned_weight_spec,
 )
 from quark.torch.export.formats.layer_checks import (
@@ -30,6 +31,7 @@ from quark.torch.export.formats.layer_checks import (
     weight_spec,
 )
 from quark.torch.export.formats.third_party import ThirdPartyFormat
+from quark.torch.numerics.dtypes import type_name
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
@@ -38,12 +40,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quark.torch.quantization.config.spec import QuantizationSpec
     from quark.torch.quantization.nn.layer import QuantizedLayer
     from quark.torch.quantization.nn.tensor_layout import TensorLayout
 
-
 BITS = (2, 3, 4, 8)
 V1, V2 = "gptq", "gptq_v2"  # values of checkpoint_format
+# Options of a layer in ``dynamic`` that say how its codes were chosen, not how they are stored.
+_OF_ALGORITHM = {"act_group_aware", "damp_percent", "desc_act", "mse", "static_groups"}
 
 
 class GptqFormat(ThirdPartyFormat):
@@ -62,6 +66,7 @@ class GptqFormat(ThirdPartyFormat):
         "weight_groups": "g_idx",
     }
     supports_act_order = True
+    needs_groups = False
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         super().__init__(config, options)
@@ -75,6 +80,7 @@ class GptqFormat(ThirdPartyFormat):
         """Return the format of a checkpoint, with the zero offset of its ``checkpoint_format``."""
         fmt = cls(cls.parse_section(section), JsonExporterConfig())
         fmt.zero_offset = int(section.get("checkpoint_format", V1) == V1)
+        fmt.needs_groups = section.get("desc_act") is True
         return fmt
 
     @property
@@ -87,29 +93,50 @@ class GptqFormat(ThirdPartyFormat):
     def stored_layers(
         self, layers: dict[str, QuantizationConfig], reader: Any
     ) -> dict[str, QuantizationConfig]:
-        """Return the layers stored in codes, after checking that no zero point was lost.
+        """Return the layers stored in codes, after checking their zero points and groups.
 
         Raises:
-            ValueError: A zero point of 0 was stored minus one, or ``g_idx`` contradicts
-                ``group_size``.
+            ValueError: Zero points contradict ``sym`` or ``checkpoint_format``, ``g_idx``
+                contradicts ``group_size``, or some layers alone have ``g_idx``.
         """
+        layers = super().stored_layers(layers, reader)
+        for name, layer in layers.items():
+            key = f"{name}.qzeros"
+            entry = reader.entries.get(key)
+            is_words = entry is not None and type_name(entry.dtype) == "int32" and len(entry.shape)
+            if layer.weight is not None and is_words:
+                self._check_zeros(reader.tensor(key), layer.weight, key)
+        coded = [name for name in layers if f"{name}.qweight" in reader.entries]
+        bare = [name for name in coded if f"{name}.g_idx" not in reader.entries]
+        if bare and (len(bare) < len(coded) or self.needs_groups):
+            raise ValueError(
+                f"{bare[0]}.g_idx is missing, which gives the group of each input: other layers "
+                "have it, or desc_act is true. Copy the whole checkpoint again."
+            )
+        return layers
+
+    def _check_zeros(self, words: torch.Tensor, weight: QuantizationSpec, key: str) -> None:
+        """Raise if stored zero points cannot be those of a layer."""
         from quark.torch.export.formats.layouts.dense_words import unpack_words
 
-        layers = super().stored_layers(layers, reader)
-        if self.symmetric or not self.zero_offset:
-            return layers
-        bits = next(layer.weight.fmt.bits for layer in layers.values() if layer.weight)
-        for key in reader.entries:
-            if key.endswith(".qzeros"):
-                words = reader.tensor(key)
-                zeros = unpack_words(words, bits, words.shape[-1] * 32 // bits)
-                # 0 - 1 wraps around to the largest code: readers that add one get 16, not 0.
-                if (zeros == (1 << bits) - 1).any():
-                    raise ValueError(
-                        f"{key}: zero points less one, as checkpoint_format={V1!r} stores "
-                        "them, have lost 0 here. Convert the checkpoint to gptq_v2 with its tool."
-                    )
-        return layers
+        bits = weight.fmt.bits
+        zeros = unpack_words(words, bits, words.shape[-1] * 32 // bits)
+        middle = (1 << (bits - 1)) - self.zero_offset
+        if weight.symmetric is not False and (zeros != middle).any():
+            other = next(zero for zero in zeros.flatten().tolist() if zero != middle)
+            stored_by = V1 if self.zero_offset else V2
+            raise ValueError(
+                f"{key}: a zero point is stored as {other}, expected {middle} for sym=True, "
+                f"bits={bits} and checkpoint_format={stored_by!r}. Correct these values in "
+                "config.json."
+            )
+        # 0 - 1 wraps around to the largest code: readers that add one get 16, not 0.
+        lost = self.zero_offset and weight.symmetric is False
+        if lost and (zeros == (1 << bits) - 1).any():
+            raise ValueError(
+                f"{key}: zero points less one, as checkpoint_format={V1!r} stores "
+                "them, have lost 0 here. Convert the checkpoint to gptq_v2 with its tool."
+            )
 
     def layer_reader(self, reader: Any, model: nn.Module) -> Any:
         """Return a reader without the biases of zeros that AutoGPTQ adds to layers."""
@@ -173,14 +200,11 @@ class GptqFormat(ThirdPartyFormat):
     @classmethod
     def parse_section(cls, section: dict[str, Any]) -> Config:
         """Return unsigned integers for the listed layers, else for the layers of the blocks."""
-        bits = read_choice(section, "bits", BITS, 4)
         read_choice(section, "desc_act", (True, False), False)  # g_idx decides
         read_choice(section, "checkpoint_format", (V1, V2), V1)
-        symmetric = read_choice(section, "sym", (True, False), True)
         head = read_choice(section, "lm_head", (True, False), False)
-        read_choice(section, "dynamic", (None, {}), None)
-        weight = unsigned_weight_spec(bits, read_group_size(section, 128), symmetric)
-        layer = QuantizationConfig(weight=weight)
+        layer = _read_layer(section)
+        overrides = _read_overrides(section)
         config = config_for_blocks(layer)
         key = "modules_in_block_to_quantize"
         groups = section.get(key)
@@ -192,4 +216,40 @@ class GptqFormat(ThirdPartyFormat):
             config = Config(QuantizationConfig(), layer_quant_config=patterns)
         if head:
             config.layer_quant_config["lm_head"] = layer
+        config.layer_quant_config = {**overrides, **config.layer_quant_config}
         return config
+
+
+def _read_layer(section: Mapping[str, Any]) -> QuantizationConfig:
+    """Return the configuration of the layers that a section, or an override, describes."""
+    bits = read_choice(section, "bits", BITS, 4)
+    symmetric = read_choice(section, "sym", (True, False), True)
+    weight = unsigned_weight_spec(bits, read_group_size(section, 128), symmetric)
+    return QuantizationConfig(weight=weight)
+
+
+def _read_overrides(section: Mapping[str, Any]) -> dict[str, QuantizationConfig]:
+    """Return the layers of ``dynamic`` by pattern; the first that matches a name counts.
+
+    Keys are regular expressions. After ``-:``, layers stay in float; after ``+:`` or nothing, they
+    have other values of ``bits``, ``group_size`` or ``sym``.
+
+    Raises:
+        ValueError: An expression or an option is not supported.
+    """
+    given = section.get("dynamic") or {}
+    layers: dict[str, QuantizationConfig] = {}
+    for key, options in given.items():
+        expression = key.removeprefix("+:").removeprefix("-:")
+        pattern = to_pattern(f"re:{expression}", "quant_method='gptq': dynamic")
+        if key.startswith("-:"):
+            layers.setdefault(pattern, QuantizationConfig())
+            continue
+        others = sorted(set(options) - {"bits", "group_size", "sym"} - _OF_ALGORITHM)
+        if others:
+            raise ValueError(
+                f"quant_method='gptq': dynamic[{key!r}] has {', '.join(others)}, which is not "
+                "supported (supported: bits, group_size, sym). Quantize the layer without it."
+            )
+        layers.setdefault(pattern, _read_layer({**section, **options}))
+    return layers

@@ -193,7 +193,7 @@ class ThirdPartyFormat(QuarkFormat):
                 len(in_float),
                 in_float[0],
             )
-        self.has_act_order = self._stores_act_order(reader)
+        self.has_act_order = self._stores_act_order(layers, reader)
         dtypes = {
             type_name(entry.dtype)
             for key, entry in entries.items()
@@ -207,15 +207,17 @@ class ThirdPartyFormat(QuarkFormat):
         stored = {n: config_for(n, None, self.config) for n in layers}
         return {n: layer for n, layer in stored.items() if layer is not None}
 
-    def _stores_act_order(self, reader: Any) -> bool:
-        """Whether the inputs of a layer are not in the order of their groups."""
+    def _stores_act_order(self, layers: Mapping[str, QuantizationConfig], reader: Any) -> bool:
+        """Whether the inputs of a layer are not in the order of its groups."""
         from quark.torch.export.formats.layouts.act_order import is_in_order
 
         stored = self.tensor_names.get(_WEIGHT_GROUPS)
         keys = [key for key in reader.entries if key.rpartition(".")[2] == stored]
-        configs = (self.config.global_quant_config, *self.config.layer_quant_config.values())
-        sizes = {weight_group_size(c.weight) for c in configs if c.weight is not None}
-        in_order = [is_in_order(reader.tensor(key), sizes, key) for key in keys]
+        weights = {
+            key: layers[name].weight for key in keys if (name := key.rpartition(".")[0]) in layers
+        }
+        sizes = {key: weight_group_size(w) for key, w in weights.items() if w is not None}
+        in_order = [is_in_order(reader.tensor(key), {sizes[key]}, key) for key in sizes]
         return not all(in_order)
 
     def stored_name(self, key: str) -> str:

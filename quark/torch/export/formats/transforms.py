@@ -18,8 +18,7 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quark.torch.export.formats.compressed_tensors_args import to_pattern
-from quark.torch.export.formats.config_section import read_choice, read_names
+from quark.torch.export.formats.config_section import read_choice, read_names, to_pattern
 
 ROTATION = "input_rotation"  # name of the rotation of a layer in its state
 SYLVESTER, STORED = "hadamard", "random-hadamard"  # types: computed by kernels, or read

@@ -350,10 +350,10 @@ class TestSectionsThatAreNotRead:
             ("awq int4", {"bits": 8}, "bits=8"),
             ("awq int4", {"version": "marlin"}, "version='marlin'"),
             ("awq int4", {"group_size": "32"}, "group_size='32' is not a positive"),
-            ("awq int4", {"zero_point": False}, "zero_point=False"),
+            ("awq int4", {"zero_point": None}, "zero_point=None"),
             ("gptq int4", {"group_size": 0}, "group_size=0 is not a positive"),
             ("gptq int4", {"sym": 1}, "sym=1"),
-            ("gptq int4", {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic="),
+            ("gptq int4", {"dynamic": {"+:.*": {"bits": 6}}}, "bits=6"),
             ("gptq int4", {"modules_in_block_to_quantize": [[3]]}, "is not a list of names"),
             ("ct int4", {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
             (
