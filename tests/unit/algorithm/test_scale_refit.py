@@ -212,31 +212,23 @@ def test_each_row_keeps_the_multiple_of_its_scales_that_suits_it_best():
     layer = layer_of(scheme("int3_wo_32").weight)
     target = layer.weight.detach().clone()
     hessian = torch.eye(128) + torch.full((128, 128), 0.3)
+    root = torch.linalg.cholesky(hessian).T
     multiples = (1.0, 0.8, 1.3)
-    groups = layer.weight_quantizer.scale.float()
-    expected = torch.full((len(target),), torch.inf)
     losses = []
     for multiple in multiples:
-        scale = groups * multiple
-        codes = (target.view(*scale.shape, -1) / scale.unsqueeze(-1)).round().clamp(-4, 3)
-        parts = codes.unsqueeze(-2) * torch.eye(scale.shape[1]).unsqueeze(-1)  # a group alone
-        loss = []
+        scales = (layer.weight_quantizer.scale.float() * multiple).unsqueeze(-1)
+        codes = (target.view(OUTPUTS, -1, 32) / scales).round().clamp(-4, 3)
+        losses.append([])
         for row, own in zip(target, codes, strict=True):
-            base = torch.block_diag(*own.unbind()).T if own.dim() > 1 else own
-            root = torch.linalg.cholesky(hessian).T
-            fit = torch.linalg.lstsq(root @ base, root @ row.unsqueeze(1)).solution
-            error = root @ (base @ fit - row.unsqueeze(1))
-            loss.append(float(error.square().sum()))
-        losses.append(loss)
-        del parts
-    expected = torch.tensor(losses).min(0).values
-    assert len(set(torch.tensor(losses).argmin(0).tolist())) > 1
+            groups = root @ torch.block_diag(*own).T  # a column for each group
+            fit = torch.linalg.lstsq(groups, (root @ row).unsqueeze(1)).solution
+            losses[-1].append(float((groups @ fit - (root @ row).unsqueeze(1)).square().sum()))
+    expected, best = torch.tensor(losses).min(0)
+    assert len(best.unique()) > 1
 
     def attempt(rounding):
-        return rounding.round_rows(
-            torch.arange(len(target)), target, hessian, columns_of, multiples
-        )
+        rows = torch.arange(len(target))
+        return rounding.round_rows(rows, target, hessian, columns_of, multiples)
 
-    found = round_and_refit(layer, target.clone(), hessian, [attempt])
-    error = found - target
+    error = round_and_refit(layer, target.clone(), hessian, [attempt]) - target
     torch.testing.assert_close((error @ hessian * error).sum(1), expected, rtol=1e-4, atol=0)

@@ -11,6 +11,7 @@ from quark.torch.quantization.config.name_lookup import one_of
 _AWQ = {"name": "awq"}
 _GPTQ = {"name": "gptq", "choose_damping": True, "random_tokens": 0.5}
 _YAQA = {"name": "yaqa", "choose_damping": True, "random_tokens": 0.5}
+_DAMPED_YAQA = _YAQA | {"output_damp_percent": 1.0}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
 _STRONG_SMOOTH = {"name": "smooth", "alpha": 0.7, "random_tokens": 0.5}
 _BLOCKS = {
@@ -26,7 +27,7 @@ _R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8": ("int8_wo", (_YAQA,)),
     "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
-    "w3": ("int3_wo_signed_128", (_YAQA,)),
+    "w3": ("int3_wo_signed_128", (_DAMPED_YAQA,)),
     "w2": ("w_int2_per_group_asym", (_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
     "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
