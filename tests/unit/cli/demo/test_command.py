@@ -91,7 +91,7 @@ def test_on_a_terminal_the_table_fills_in_place(quark, monkeypatch, tmp_path):
     ("flags", "said"),
     [
         (["--schemes", "fp8,fp9"], "Did you mean 'fp8'?"),
-        (["--schemes", ""], "'' is unknown"),
+        (["--schemes", ""], "--schemes is empty"),
         (["--schemes", "fp8", "--keep", "int8"], "'int8' is not among the schemes: fp8"),
         (["--output_dir", "."], "is in use"),
         (["--output", "nowhere/page.html"], "there is no directory nowhere"),
