@@ -42,7 +42,7 @@ _IN_FLOAT = 16  # bits of a layer that is not quantized
 def read_auto_round(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section of the format whose tensors auto-round stored.
 
-    A section with a packing that no format here reads is returned as it is.
+    A section with a packing that no format here reads is returned unchanged.
 
     Args:
         section: ``quantization_config`` with ``quant_method`` "auto-round".
