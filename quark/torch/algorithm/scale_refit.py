@@ -201,7 +201,7 @@ class FittingRounder(ColumnRounder):
         count, chosen = len(multiples), self.rows[rows]
         old = self.scales.values[chosen].repeat(count, 1)
         by = torch.tensor(multiples, device=old.device).repeat_interleave(len(rows))
-        old = old if multiples == (1.0,) else _round_scale(old * by.unsqueeze(1), old, self.scheme)
+        old = _round_scale(old * by.unsqueeze(1), old, self.scheme)
         factors = _spread(old, self.factors.select_rows(rows.repeat(count)))
         targets = target.repeat(count, 1)
         values = attempt(targets, ColumnRounder(factors, self.scheme))
