@@ -17,6 +17,7 @@ from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.packed import PackedLayer
 from tests.configurations import config, half_groups, preset
+from tests.unit.export.gguf.rewriting import write_gguf
 
 gguf = pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
@@ -42,32 +43,6 @@ def made(build, quantize, tmp_path):
         return model, tmp_path / "gguf" / "small.gguf"
 
     return made
-
-
-LAYOUT_OF = {"IQ4_NL": "Q4_0"}  # the package does not quantize IQ4_NL, which has this layout
-
-
-def rewrite(path, target, changed=None, kind=None, names=None):
-    """Write a file again by the package of llama.cpp.
-
-    One tensor has another type, or tensors have other names.
-    """
-    reader = gguf.GGUFReader(path)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            inner = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], inner)
-    for tensor in reader.tensors:
-        number, data = tensor.tensor_type, tensor.data
-        if tensor.name == changed:
-            number = gguf.GGMLQuantizationType[kind]
-            data = gguf.quantize(data, gguf.GGMLQuantizationType[LAYOUT_OF.get(kind, kind)])
-        writer.add_tensor((names or {}).get(tensor.name, tensor.name), data, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 class TestBlocks:
@@ -106,7 +81,7 @@ class TestNegativeScales:
         layer, inner = "model.layers.1.mlp.up_proj", "blk.1.ffn_up.weight"
         _, path = made(config(half_groups("int4"), exclude=["lm_head", layer]))
         file = tmp_path / "theirs.gguf"
-        rewrite(path, file, inner, kind)
+        write_gguf(file, path, {inner: kind})
         loaded = load_checkpoint(file)
         stored = next(t for t in gguf.GGUFReader(file).tensors if t.name == inner)
         expected = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type))
@@ -174,7 +149,7 @@ class TestModel:
     def test_a_quantized_embedding_that_is_the_head_too(self, made, logits, tmp_path):
         _, path = made(config(KINDS["Q4_0"]), "tied")
         (tmp_path / "other").mkdir()
-        rewrite(path, tmp_path / "other" / "small.gguf", "token_embd.weight", "Q8_0")
+        write_gguf(tmp_path / "other" / "small.gguf", path, {"token_embd.weight": "Q8_0"})
         loaded = open_checkpoint(tmp_path / "other").fill()
         expected = load_in_float(path)
         stored = gguf.quantize(
@@ -226,7 +201,7 @@ class TestModel:
             load_checkpoint(target)
         plain, given = load_in_float(path), gguf.GGUFReader(path).tensors
         scale = next(float(t.data[0]) for t in given if t.name == "blk.0.ffn_up.scale")
-        rewrite(path, target, names={"blk.0.ffn_up.scale": "blk.0.ffn_up.input_scale"})
+        write_gguf(target, path, names={"blk.0.ffn_up.scale": "blk.0.ffn_up.input_scale"})
         up = load_in_float(target).model.layers[0].mlp.up_proj.weight
         torch.testing.assert_close(up * scale, plain.model.layers[0].mlp.up_proj.weight)
         assert "has scales of inputs" in caplog.text
