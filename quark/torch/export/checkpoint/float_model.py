@@ -18,6 +18,7 @@ from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names, unused_names
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.quantization.config.name_lookup import names_as_subject
+from quark.torch.quantization.preparation import check_parameters
 
 logger = logging.getLogger("quark")
 
@@ -42,8 +43,8 @@ def load_float_model(
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A tensor is missing, or of another shape or type than the model has; the files
-            hold more layers than the model; or Transformers cannot load them.
+        ValueError: A tensor is missing, of another shape or type than the model has, or not finite;
+            the files hold more layers than the model; or Transformers cannot load them.
     """
     config = check_float_model(directory, trust_remote_code)
     cls = model_class(config, directory, trust_remote_code)
@@ -67,6 +68,8 @@ def load_float_model(
         raise ValueError(f"{directory}: Transformers cannot load it: {first}") from error
     _check_report(model, report, directory)
     loaded: nn.Module = model
+    if not read_config_json(directory).get(SECTION):  # codes of other methods are no plain tensors
+        check_parameters(loaded)
     return loaded.eval()
 
 

@@ -18,8 +18,8 @@ from quark.torch.export.checkpoint.header_checks import check_headers, tied_name
 from quark.torch.export.checkpoint.low_rank_config import declare_low_rank
 from quark.torch.export.checkpoint.placement import place_of, places_of, put_tensor, tie
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
-from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.export.checkpoint.value_checks import check_values
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.quantization.arguments import check_module
 from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
@@ -154,7 +154,7 @@ class Loading(NamedTuple):
                 put_tensor(model, name, zero_offset(model, name, expected, place))
             elif name.endswith(".weight_groups"):
                 put_tensor(model, name, None)  # in order
-        check_scales(model)
+        check_values(model.named_modules())
         compute_buffers(model, fallback)
         tie(model, self.tied, absent)
         return model.eval()
