@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quark.torch.export.checkpoint.auto_round import AUTO_ROUND, packing_refusal
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS
@@ -66,7 +67,7 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
 
     Raises:
         ValueError: It has no ``quantization_config``, or one of an unknown method, or one with
-            unknown keys or names.
+            unknown keys or names; or one of auto-round with a packing that is not read.
     """
     section = config_json.get(SECTION)
     if not isinstance(section, dict):
@@ -75,6 +76,8 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
             "Quantize the model first ('quark quantize')."
         )
     method = section.get("quant_method", "quark")
+    if method == AUTO_ROUND:  # ``read_config_json`` translates the packings that are read
+        raise ValueError(f"{where}: {packing_refusal(section)}")
     if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"{where}: quant_method={method!r} is unknown (known: {', '.join(FORMATS)})."
