@@ -17,6 +17,7 @@ from typing import Any
 
 from quark.torch.export.checkpoint.auto_round import AUTO_ROUND, packing_refusal
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
+from quark.torch.export.checkpoint.file_versions import unchanged
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS
 from quark.torch.export.formats.base import ExportFormat, format_class
@@ -48,10 +49,17 @@ def recognize_container(path: str | Path) -> Container:
 
 
 @contextmanager
-def naming(source: Path) -> Iterator[None]:
-    """Put the name of a checkpoint before the message of a ``ValueError`` that lacks it."""
+def reading(source: Path) -> Iterator[None]:
+    """Check that the files of a checkpoint do not change while it is read.
+
+    The name of the checkpoint is put before the message of a ``ValueError`` that lacks it.
+
+    Raises:
+        ValueError: Another process has changed a file.
+    """
     try:
-        yield
+        with unchanged(source):
+            yield
     except ValueError as error:
         if re.search(rf"(?<![\w.]){re.escape(str(source))}(?!\w)", str(error)):
             raise
