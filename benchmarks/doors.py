@@ -72,17 +72,6 @@ def _load(path: Path, check_digests: bool) -> torch.Tensor:
     return _logits(load_checkpoint(path, check_digests=check_digests))
 
 
-def _load_finite(path: Path, check_digests: bool) -> torch.Tensor:
-    """Refuse values that are not finite, which a float model may have until it is quantized."""
-    from quark.torch.export.recognition import load_checkpoint
-    from quark.torch.numerics.finite import check_finite
-
-    model = load_checkpoint(path, check_digests=check_digests)
-    for name, parameter in model.named_parameters():
-        check_finite(name, parameter)
-    return _logits(model)
-
-
 def _import(path: Path, check_digests: bool) -> torch.Tensor:
     from quark.torch import ModelImporter
 
@@ -362,7 +351,7 @@ DOORS: dict[str, Door] = {
     "statistics": Door("statistics", _statistics),
     "options": Door("options", _options),
     "onnx": Door("onnx", _onnx),
-    "float in parts": Door("float", _agree(_load_finite, _stream), True),
+    "float in parts": Door("float", _agree(_load, _stream), True),
     **_LAYOUT_DOORS,
     **_FILE_DOORS,
     **_COMPRESSED_DOORS,

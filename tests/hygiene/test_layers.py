@@ -79,6 +79,7 @@ LAYERS = [
     },
     {"quark.torch.quantization.graph_mode"},
     {"quark.torch.statistics"},
+    {"quark.torch.export.checkpoint.file_versions"},
     {"quark.torch.export.checkpoint.headers"},
     {
         "quark.torch.export.formats.layouts",

@@ -17,11 +17,14 @@ def check_source(request: Request, described: dict[str, Any]) -> None:
         described: Contents of the ``config.json`` of the model.
 
     Raises:
-        typer.BadParameter: A file is missing, damaged or not readable.
+        typer.BadParameter: A file is missing, damaged or not readable; or a model that will be
+            dequantized is quantized by a method that is not read.
     """
     source = request.reload_dir if request.model_reload else request.model_dir
     if request.model_reload:
         models.read_config(source, "--import_model_dir")
+    elif request.quantizes:
+        models.check_method(source, described, "--model_dir")
     if request.params_load:
         _check_params(request)
     elif request.quantizes and not is_known_architecture(request, described):

@@ -17,11 +17,11 @@ from quark.torch.graph import shared_inputs
 from quark.torch.graph.block_selection import is_inside
 from quark.torch.pipeline.accumulators import Gram, Sum
 from quark.torch.pipeline.block import Block
-from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.context import Context
 from quark.torch.pipeline.input_hooks import InputRows, accumulate_inputs, watch_inputs
 from quark.torch.pipeline.processes import State
 from quark.torch.pipeline.reducer import Mergeable, Reducer
+from quark.torch.pipeline.stacks import StopForward
 from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
 

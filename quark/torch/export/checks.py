@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.numerics.finite import has_nan, is_finite
+from quark.torch.numerics.finite import is_finite
 from quark.torch.numerics.formats import Format
 from quark.torch.numerics.qdq import dequantize
 from quark.torch.quantization.config.config import Config
@@ -30,7 +30,7 @@ def check_state(state: QuantizedTensor, what: str) -> None:
 
     Raises:
         ValueError: A scale is NaN or infinite, or negative where none may be, or 0 where codes are
-            not; a zero point is no code; a code is NaN, or outside of its format.
+            not; a zero point is no code; a code is NaN or infinite, or outside of its format.
     """
     codes, scale, offset = state.codes, state.scale, state.zero_point
     for name, found in (("scale", scale), ("scale_2", state.scale_2)):
@@ -55,8 +55,8 @@ def check_state(state: QuantizedTensor, what: str) -> None:
             )
     if offset is not None and not state.spec.quantizes_codes:
         _check_offset(state, offset, what)
-    if codes is not None and has_nan(codes):
-        raise ValueError(f"its {what} has NaN among its codes.")
+    if codes is not None and not is_finite(codes):
+        raise ValueError(f"its {what} has NaN or infinity among its codes.")
     if codes is not None:
         _check_codes(codes, state.spec.coded.fmt, what)
     lost = codes is not None and scale is not None and bool((scale == 0).any())

@@ -10,7 +10,7 @@ from quark.torch.export.api import ModelExporter
 from quark.torch.export.containers.base import Container, ExportSettings, get_container
 from quark.torch.export.containers.registry import SAFETENSORS, conversion_targets
 from quark.torch.export.formats.registry import FORMATS
-from quark.torch.export.recognition import naming, recognize_container
+from quark.torch.export.recognition import reading, recognize_container
 from quark.torch.export.verification import Verdict
 from quark.torch.files import check_space, check_vacant, size_of
 from quark.torch.quantization.config.name_lookup import one_of
@@ -64,14 +64,14 @@ def convert(
     check_vacant(target, overwrite)
     if check_digests:
         check_unchanged(source)
-    with naming(source):
+    with reading(source):
         loading = origin.open(source, trust_remote_code)
     settings = ExportSettings(custom_mode=to if to in FORMATS else "quark", tokenizer_path=source)
     container.check_writable(loading.model, settings)
     check_space(target, size_of(loading.outline))
     settings = replace(settings, tokenizer=origin.tokenizer(source))
     exporter = ModelExporter(None, target, overwrite, verify=verify)
-    with naming(source):
+    with reading(source):
         model = loading.fill()
     exporter.export(container.name, model, settings)
     return exporter.verdict

@@ -44,7 +44,7 @@ from quark.torch.export.checkpoint.writer import (
 from quark.torch.export.checks import check_written
 from quark.torch.export.containers.base import ExportSettings
 from quark.torch.export.file_work import FileWork
-from quark.torch.export.recognition import open_in_float
+from quark.torch.export.recognition import open_in_float, reading
 from quark.torch.files import check_vacant, fresh_directory, size_of
 from quark.torch.quantization.calibration import needs_data
 from quark.torch.quantization.checks import check_steady, with_shared_inputs
@@ -138,7 +138,8 @@ def quantize_files(
     check_types(bool, overwrite=overwrite, keeps_types=keeps_types)
     check_file_to_file(config)
     check_vacant(target, overwrite)
-    model, files = _open(source, trust_remote_code)
+    with reading(source):
+        model, files = _open(source, trust_remote_code)
     config = replace(config, quant_flow=QuantFlow.standard)
     kept = _find_kept(files, config, settings.custom_mode)
     tensors = _prepare(model, config, files, kept)

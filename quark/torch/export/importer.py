@@ -18,8 +18,8 @@ from quark.torch.export.checkpoint.reader import Reader, load
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.export.recognition import (
     load_in_float,
-    naming,
     open_checkpoint,
+    reading,
     recognize_format,
 )
 from quark.torch.quantization.config.value_types import check_types
@@ -87,7 +87,7 @@ class ModelImporter:
         config = read_config_json(self.model_info_dir)
         fmt = recognize_format(config, str(self.model_info_dir / CONFIG))
         native = self.saved_format == "quark_format" and (self.model_info_dir / NATIVE).is_file()
-        with naming(self.model_info_dir):
+        with reading(self.model_info_dir):
             reader = (NativeReader if native else CheckpointReader)(self.model_info_dir)
             if GRAPH in config:
                 loaded = _load_graph(model, config[GRAPH], fmt, reader)

@@ -28,7 +28,7 @@ from quark.torch.export.checkpoint.rotation_config import with_rotations
 from quark.torch.export.checkpoint.writer import collect, make_format
 from quark.torch.export.formats.base import get_format
 from quark.torch.export.graph_archive import graph_archive, load_graph_archive
-from quark.torch.export.recognition import naming
+from quark.torch.export.recognition import reading
 from quark.torch.files import fresh_directory, read_json, size_of, write_json
 from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import OLDEST, Config, QuantizationConfig
@@ -212,7 +212,7 @@ def load_params(
     fmt = get_format("quark", config, options)
     if model is None:
         model = _build(described.get("config"), reader, Path(json_path))
-    with naming(path):
+    with reading(path):
         return load(model, fmt, reader)
 
 

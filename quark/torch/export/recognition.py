@@ -22,7 +22,7 @@ from quark.torch.export.checkpoint.streamed_model import (
 )
 from quark.torch.export.checkpoint_contents import Contents
 from quark.torch.export.containers.base import Container
-from quark.torch.export.containers.recognition import naming as naming
+from quark.torch.export.containers.recognition import reading as reading
 from quark.torch.export.containers.recognition import recognize_container as recognize_container
 from quark.torch.export.containers.recognition import recognize_format as recognize_format
 from quark.torch.export.containers.registry import SAFETENSORS
@@ -46,7 +46,7 @@ def open_checkpoint(source: str | Path, trust_remote_code: bool = False, **optio
         FileNotFoundError: Files are missing.
         ValueError: A file is damaged or not understood.
     """
-    with naming(Path(source)):
+    with reading(Path(source)):
         return recognize_container(source).open(Path(source), trust_remote_code, **options)
 
 
@@ -68,7 +68,7 @@ def check_checkpoint(
     if check_digests:
         check_unchanged(source)
     container = recognize_container(source)
-    with naming(source):
+    with reading(source):
         if container.holds_other_model(source):
             check_float_model(source, trust_remote_code)
         elif not container.has_codes(source):
@@ -100,7 +100,7 @@ def open_dequantized(
             method of ``FORMATS``.
     """
     source = Path(source)
-    with naming(source):
+    with reading(source):
         container = recognize_container(source)
         return container.open_in_float(source, dtype, trust_remote_code, **options)
 
@@ -125,7 +125,8 @@ def open_in_float(
     """
     source = Path(source)
     if not recognize_container(source).is_quantized(source):
-        return open_float_model(source, trust_remote_code, dtype, **options)
+        with reading(source):
+            return open_float_model(source, trust_remote_code, dtype, **options)
     return open_dequantized(source, _torch_type(dtype), trust_remote_code, **options)
 
 
@@ -166,7 +167,7 @@ def load_in_float(
         check_unchanged(source)
     model, reader = open_dequantized(source, _torch_type(dtype), trust_remote_code, **options)
     size = sum(entry.nbytes for entry in reader.entries.values())
-    with naming(source):
+    with reading(source):
         if max_memory is not None or exceeds_memory(size, device):
             model = stream_tensors(model, reader, max_memory, device=device, place=source)
         else:
@@ -268,7 +269,7 @@ def load_checkpoint(
     streams = max_memory is not None or exceeds_memory(container.size(source), device)
     if streams:
         _check_exact(source, runtime)
-    with naming(source):
+    with reading(source):
         if container.holds_other_model(source):
             if streams:
                 _check_safetensors(source, container)

@@ -28,8 +28,8 @@ from quark.torch.export.checkpoint.reader import (
     quantized_layers,
     zero_offset,
 )
-from quark.torch.export.checkpoint.scale_checks import check_layer_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.export.checkpoint.value_checks import check_layer_values, check_values
 from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.recognition import recognize_format
 from quark.torch.quantization.config.config import Config
@@ -78,9 +78,12 @@ def map_to_quark(
     stored = {} if reader is None else {fmt.state_name(k): e for k, e in reader.entries.items()}
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = refuse_to_save  # type: ignore[assignment]
+    others = [(n, m) for n, m in model.named_modules() if not isinstance(m, PackedLayer)]
     for name, layer in model.named_modules():
         if isinstance(layer, PackedLayer):
-            check = partial(_check_loaded, name=name, expected=_state(layer), fmt=fmt)
+            check = partial(
+                _check_loaded, name=name, expected=_state(layer), fmt=fmt, others=others
+            )
             layer.finish_load_with(check)
             _take_shapes(layer, name, stored)
             setattr(layer, _READ, True)  # never initialize codes at random
@@ -172,14 +175,25 @@ def _stored_names(text: str) -> str:
 
 
 def _check_loaded(
-    layer: PackedLayer, name: str, expected: dict[str, torch.Tensor], fmt: ExportFormat
+    layer: PackedLayer,
+    name: str,
+    expected: dict[str, torch.Tensor],
+    fmt: ExportFormat,
+    others: list[tuple[str, nn.Module]],
 ) -> None:
     """Check that Transformers has read the tensors of a layer, and that they are sound.
 
     Zero points that need not be stored are set.
 
+    Args:
+        layer: The layer.
+        name: Its name.
+        expected: Its state, on the meta device.
+        fmt: Format of the checkpoint.
+        others: The modules that are not packed, which the first layer checks and removes.
+
     Raises:
-        ValueError: A tensor is missing, or of the wrong type; or a scale is not sound.
+        ValueError: A tensor is missing, or of the wrong type; or a value is not sound.
     """
     known = known_offsets(layer.quant_config, fmt)
     state = layer.state_dict(keep_vars=True)
@@ -203,4 +217,6 @@ def _check_loaded(
         elif tensor.shape != needed.shape:
             path, _, attribute = part.rpartition(".")
             setattr(layer.get_submodule(path), attribute, tensor.reshape(needed.shape))
-    check_layer_scales(layer, name)
+    check_layer_values(layer, name)
+    check_values(others)
+    others.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -32,26 +33,6 @@ def find_infinite(tensors: Mapping[str, torch.Tensor]) -> str | None:
     return next((name for name in tensors if name in infinite), None)
 
 
-def has_nan(x: torch.Tensor) -> bool:
-    """Whether a value is NaN. Values of one byte are compared as bytes, without a copy in float32.
-
-    Example: the codes of float8_e4m3fn that are NaN are 0x7F and 0xFF, those of float8_e5m2 0x7D to
-    0x7F and 0xFD to 0xFF: the largest of all codes without their signs tells.
-    """
-    if not x.is_floating_point() or not x.numel():
-        return False
-    if x.itemsize == 1:
-        codes = torch.arange(128, dtype=torch.uint8)
-        is_nan = codes.view(x.dtype).float().isnan()
-        least = 128 - int(is_nan.sum())
-        is_symmetric = torch.equal(is_nan, (codes + 128).view(x.dtype).float().isnan())
-        if is_symmetric and least < 128 and bool(is_nan[least:].all()):
-            stored = x.detach().view(torch.uint8)
-            largest = find_largest(stored, 127)
-            return (int((stored & 127).max()) if largest is None else largest) >= least
-    return bool((x.float() if x.itemsize == 1 else x).isnan().any())
-
-
 def _may_be_infinite(x: torch.Tensor) -> bool:
     return x.numel() > 0 and x.is_floating_point()
 
@@ -59,10 +40,32 @@ def _may_be_infinite(x: torch.Tensor) -> bool:
 def _flag_finite(x: torch.Tensor) -> torch.Tensor:
     """Return whether all values are finite, [] bool on the device of the tensor."""
     x = x.detach()
+    least = _least_infinite(x.dtype) if x.itemsize == 1 else 0
+    if least:
+        stored = x.view(torch.uint8)
+        largest = find_largest(stored, 127)
+        return (stored & 127).max() < least if largest is None else torch.tensor(largest < least)
     ends = find_extremes(x.view(-1), (0,)) if x.is_contiguous() else None
     if ends is None:
         ends = (x.float() if x.itemsize == 1 else x).aminmax()
     return torch.stack(ends).isfinite().all()
+
+
+@cache
+def _least_infinite(dtype: torch.dtype) -> int:
+    """Return the smallest code without its sign that is NaN or infinite, for a type of one byte.
+
+    Values are then compared as bytes, without a copy in float32. Example: those codes are 0x7F and
+    0xFF of float8_e4m3fn, 0x7C to 0x7F and 0xFC to 0xFF of float8_e5m2.
+
+    Returns:
+        The code; 0 if the largest of all codes without their signs does not tell.
+    """
+    codes = torch.arange(128, dtype=torch.uint8)
+    is_bad = ~codes.view(dtype).float().isfinite()
+    is_symmetric = torch.equal(is_bad, ~(codes + 128).view(dtype).float().isfinite())
+    least = 128 - int(is_bad.sum())
+    return least if is_symmetric and least < 128 and bool(is_bad[least:].all()) else 0
 
 
 def check_finite(name: str, x: torch.Tensor) -> None:

@@ -13,9 +13,10 @@ from torch.func import functional_call
 from quark.torch.graph.float_products import float_products
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.activation_store import ActivationStore
-from quark.torch.pipeline.capture import BlockArguments, StopForward
+from quark.torch.pipeline.capture import BlockArguments
 from quark.torch.pipeline.processes import processes
 from quark.torch.pipeline.reducer import Reducer
+from quark.torch.pipeline.stacks import StopForward
 from quark.torch.quantization.nn.expert_tokens import count_tokens
 from quark.torch.quantization.nn.padding import padding, without_padding
 

@@ -23,7 +23,7 @@ from quark.torch.pipeline.hidden_states import (
     split_hidden_states,
 )
 from quark.torch.pipeline.reducer import Leaves
-from quark.torch.pipeline.stacks import Stack
+from quark.torch.pipeline.stacks import Stack, StopForward
 
 
 class _Slot(NamedTuple):
@@ -38,10 +38,6 @@ class _Received(NamedTuple):
     shape: torch.Size
     others: Arguments
     keyword: str | None
-
-
-class StopForward(Exception):
-    """Ends a forward pass of which the rest is not needed."""
 
 
 @dataclass

@@ -3,12 +3,14 @@
 An encoder, a decoder and a vision tower are stacks, found by running the model. Whatever comes
 between two blocks, such as a projection, ends a stack: the next one begins with other inputs. So
 does a block whose outputs have another shape: it cannot be left out of a pass through the model.
+A block begins a stack too if it receives a tensor that the model computes of the outputs of blocks
+before it, such as ``skip = 0.5 * x`` between two blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -16,12 +18,17 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
+from quark.torch.graph.replay import replace_forwards
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.pipeline.batches import flatten_batches, run_batch, take_excerpt
 from quark.torch.pipeline.hidden_states import OutputForm, OutputForms, split_hidden_states
 
 # Makers that are no names of blocks: of tensors from outside of the stack, and of hidden states.
 _OUTSIDE, _STREAM = "", "*"
+
+
+class StopForward(Exception):
+    """Ends a forward pass of which the rest is not needed."""
 
 
 class Stack(NamedTuple):
@@ -54,9 +61,12 @@ def find_stacks(model: nn.Module, names: list[str], batches: Iterable[Any]) -> l
     batch = next(flatten_batches(batches), None)
     if batch is None or not names:
         return [Stack(names)] if names else []
-    watcher = _Watcher()
+    watcher, excerpt = _Watcher(), take_excerpt(batch)
     with _watch(model, names, watcher):
-        run_batch(model, take_excerpt(batch))
+        run_batch(model, excerpt)
+    watcher.stacks = [
+        part for stack in watcher.stacks for part in _divide(model, stack, excerpt, watcher.others)
+    ]
     order = [name for stack in watcher.stacks for name in stack.names]
     missing = [name for name in names if name not in order]
     return [*watcher.stacks, *(Stack([name]) for name in missing)]
@@ -67,10 +77,13 @@ class _Watcher:
 
     Attributes:
         stacks: The stacks so far.
+        others: Name of a block -> tensors that it received beside the hidden states.
     """
 
     def __init__(self) -> None:
         self.stacks: list[Stack] = []
+        self.others: dict[str, list[torch.Tensor]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # by id: with version
         self._forms = OutputForms()
         self._last: list[tuple[torch.Tensor, int]] = []  # tensors returned, and their versions
         self._shape = torch.Size()  # of the hidden states that the block received
@@ -87,6 +100,7 @@ class _Watcher:
         keeps_shape, self._shape = x.shape == self._shape, x.shape
         self._forms.receive(x)
         others: dict[Any, Any] = {**dict[Any, Any](enumerate(more)), **named}
+        self.others[name] = [self._copy(t) for t in iter_tensors(list(others.values()))]
         # Example: image and text both pass all blocks of Flux. The text is a tensor for the first
         # block, and the block before made it for the others: blocks that change two streams are
         # stacks of one. The first block of T5 makes positions where it received None. A block that
@@ -108,6 +122,13 @@ class _Watcher:
         for tensor in iter_tensors(list(others.values())):
             self._remember(_OUTSIDE, tensor)
 
+    def _copy(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor, which blocks may change: one for all that receive it."""
+        known = self._copies.get(id(x))
+        if known is None or known[1] != _version(x):
+            known = self._copies[id(x)] = x, _version(x), x.clone()
+        return known[2]
+
     def _makers_of(self, value: Any) -> set[str]:
         """Return the blocks of this stack that made tensors of an argument."""
         known = [(t, self._makers.get(id(t))) for t in iter_tensors([value])]
@@ -126,6 +147,72 @@ class _Watcher:
         known = self._makers.get(id(tensor))
         if known is None or known[1]() is not tensor:
             self._makers[id(tensor)] = maker, ref(tensor)
+
+
+def _divide(
+    model: nn.Module, stack: Stack, batch: Any, expected: Mapping[str, list[torch.Tensor]]
+) -> Iterator[Stack]:
+    """Divide a stack where blocks receive other tensors if the blocks before them do nothing.
+
+    Args:
+        model: The model.
+        stack: The stack.
+        batch: An excerpt of the data.
+        expected: Name of a block -> tensors that it received, beside hidden states, in the model.
+    """
+    while len(stack.names) > 1:
+        found = _arguments_without_blocks(model, stack, batch)
+        is_other = (not _are_equal(found.get(n), expected[n]) for n in stack.names[1:])
+        place = next((i for i, other in enumerate(is_other, 1) if other), None)
+        if place is None:
+            break
+        yield stack._replace(names=stack.names[:place])
+        stack = stack._replace(names=stack.names[place:])
+    yield stack
+
+
+def _arguments_without_blocks(
+    model: nn.Module, stack: Stack, batch: Any
+) -> dict[str, list[torch.Tensor]]:
+    """Return what blocks receive beside hidden states if each returns its hidden states.
+
+    The first block runs if it makes tensors that the others receive.
+    """
+    others: dict[str, list[torch.Tensor]] = {}
+
+    def record(name: str) -> Callable[..., Any]:
+        own = model.get_submodule(name).forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            x, (more, named) = split_hidden_states(args, kwargs)
+            others[name] = list(iter_tensors([*more, *named.values()]))
+            if name == stack.names[-1]:
+                raise StopForward
+            runs = stack.shares and name == stack.names[0]
+            return own(*args, **kwargs) if runs else stack.forms[name].wrap(x)
+
+        return forward
+
+    with (
+        replace_forwards(model, {name: record(name) for name in stack.names}),
+        suppress(StopForward),
+    ):
+        run_batch(model, batch)
+    return others
+
+
+def _are_equal(first: list[torch.Tensor] | None, second: list[torch.Tensor]) -> bool:
+    """Whether tensors have the same shapes, types and bits, NaN included."""
+    return (
+        first is not None
+        and len(first) == len(second)
+        and all(
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and bool(((a == b) | ((a != a) & (b != b))).all())
+            for a, b in zip(first, second, strict=True)
+        )
+    )
 
 
 def _version(x: torch.Tensor) -> int:

@@ -27,7 +27,7 @@ from quark.torch.export.formats.quark import QuarkFormat
 from quark.torch.export.recognition import (
     exceeds_memory,
     load_in_float,
-    naming,
+    reading,
     recognize_container,
 )
 from quark.torch.graph.residency import resident
@@ -138,7 +138,7 @@ def _check_calibration(
 
 def _open(path: Path, trust_remote_code: bool) -> tuple[Container, Loading]:
     container = recognize_container(path)
-    with naming(path):
+    with reading(path):
         return container, container.open(path, trust_remote_code)
 
 

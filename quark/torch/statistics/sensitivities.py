@@ -38,8 +38,8 @@ from quark.torch.graph.residency import resident
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
 from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, take_excerpt
-from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.chunks import Chunks, count_tokens
+from quark.torch.pipeline.stacks import StopForward
 from quark.torch.pipeline.statistics import Probe
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype

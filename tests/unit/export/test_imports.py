@@ -142,6 +142,9 @@ class TestCompressedTensors:
         """Versions before 0.20 could write them; GPTQ still can."""
 
         def order(stored):
+            for name in [n for n in stored if n.endswith(".weight_scale")]:
+                groups_of_inputs = torch.arange(32 * stored[name].shape[1], dtype=torch.int32) // 32
+                stored[name.replace("weight_scale", "weight_g_idx")] = groups_of_inputs
             stored[f"{LAYER}.weight_g_idx"] = torch.arange(64, dtype=torch.int32) % 2
 
         model, path = altered(config(groups("uint4", False)), "compressed-tensors", order)

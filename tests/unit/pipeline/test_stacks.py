@@ -221,3 +221,60 @@ def test_blocks_that_change_two_streams():
     for batch in batches:
         model(**batch)
     equal(found, kept)
+
+
+class Computed(nn.Module):
+    """A block that receives a tensor that the model computes between blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, skip=None):
+        return x + self.a(x).tanh() + (0 if skip is None else self.b(skip))
+
+
+class Skips(nn.Module):
+    """A chain of blocks; ``skip`` computes what a block receives beside the hidden states."""
+
+    def __init__(self, skip):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Computed() for _ in range(4))
+        self.skip = skip
+
+    def forward(self, x):
+        first = skip = x
+        for number, layer in enumerate(self.layers):
+            x = layer(x, skip)
+            skip = self.skip(number, first, x, skip)
+        return x
+
+
+# What is computed between blocks -> the blocks of each stack.
+SKIPS = {
+    "constant": (lambda number, first, x, skip: first, [4]),
+    "of the inputs": (lambda number, first, x, skip: 2 * first, [4]),
+    "of all outputs": (lambda number, first, x, skip: 0.5 * x, [1, 1, 1, 1]),
+    "of one output": (lambda number, first, x, skip: x.sin() if number == 1 else skip, [2, 2]),
+    "sum so far": (lambda number, first, x, skip: skip + x, [1, 1, 1, 1]),
+    "absent later": (lambda number, first, x, skip: None, [4]),
+}
+
+
+@pytest.mark.parametrize("case", SKIPS)
+def test_a_tensor_that_is_computed_between_blocks(case):
+    skip, sizes = SKIPS[case]
+    model = Skips(skip).eval()
+    names = [f"layers.{i}" for i in range(4)]
+    generator = torch.Generator().manual_seed(3)
+    batches = [torch.randn(shape, generator=generator) for shape in ((2, 5, 8), (1, 3, 8))]
+    assert [len(s.names) for s in find_stacks(model, names, batches)] == sizes
+    equal(run(model, names, batches), seen_by(model, names, batches))
+    with torch.no_grad():
+        for block in run_blocks(model, names, batches, "test"):
+            shrink_(block.module)
+            block.run()
+            last = [block.outputs(i).clone() for i in range(len(block))]
+    for got, output in zip(last, seen_by(model, names, batches)[names[-1]], strict=True):
+        torch.testing.assert_close(got, output, rtol=0, atol=0)

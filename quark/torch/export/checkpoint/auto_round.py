@@ -36,6 +36,7 @@ _INPUTS: dict[str, dict[str, Any]] = {
     "mx_fp": {"dynamic": True, "scale_calculation_mode": "floor"},
     "nv_fp4_with_static_gs": {"dynamic": "local"},
 }
+_ADVICE = "Write the model with auto-round in the format 'llm_compressor' or 'auto_gptq'."
 _IN_FLOAT = 16  # bits of a layer that is not quantized
 
 
@@ -172,6 +173,18 @@ def _group(
     }
 
 
+def packing_refusal(section: Mapping[str, Any]) -> str:
+    """Return the message for a section that ``read_auto_round`` returned unchanged."""
+    names = ("packing_format", "data_type", "bits", "act_bits", "act_data_type")
+    shown = ", ".join(f"{name}={section[name]!r}" for name in names if name in section)
+    kinds = ", ".join(f"{name} {bits}" for name, bits in _FLOAT_FORMATS)
+    return (
+        f"quant_method={AUTO_ROUND!r} with {shown or 'no packing_format'} is not read (read: "
+        f"integers with inputs in float in {', '.join(_INTEGERS)}; {kinds} in {_FLOATS}). "
+        f"{_ADVICE}"
+    )
+
+
 def _refusal(expression: str, options: Mapping[str, Any], section: Mapping[str, Any]) -> str:
     """Return the message for options that are not read."""
     names = ("bits", "group_size", "sym", "data_type", "act_bits", "act_data_type")
@@ -179,6 +192,5 @@ def _refusal(expression: str, options: Mapping[str, Any], section: Mapping[str, 
     layers = f"layers {expression!r}" if expression else "the layers"
     return (
         f"quant_method={AUTO_ROUND!r}: {layers} with {shown} are not supported in "
-        f"packing_format={section.get('packing_format')!r}. Write the model with auto-round in the "
-        "format 'llm_compressor' or 'auto_gptq'."
+        f"packing_format={section.get('packing_format')!r}. {_ADVICE}"
     )

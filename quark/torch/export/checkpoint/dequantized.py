@@ -13,7 +13,7 @@ from quark.torch.export.checkpoint.computed_buffers import compute_buffers
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.placement import put_tensor, tie
 from quark.torch.export.checkpoint.reader import Loading, Reader, zero_offset
-from quark.torch.export.checkpoint.scale_checks import check_layer_scales
+from quark.torch.export.checkpoint.value_checks import check_layer_values
 from quark.torch.numerics.finite import check_finite
 from quark.torch.quantization.config.tensor_names import LOW_RANK, PRESCALE
 from quark.torch.quantization.nn.experts import LinearExperts
@@ -158,7 +158,7 @@ class DequantizedReader:
                 put_tensor(layer, part, zero_offset(layer, part, empty, torch.device("cpu")))
             elif part.endswith("_groups"):
                 put_tensor(layer, part, None)  # in order
-        check_layer_scales(layer, path)
+        check_layer_values(layer, path)
         is_whole = layer.is_merged or attribute != "weight"
         value = layer.value(attribute, dtype if is_whole else torch.float32)
         assert value is not None

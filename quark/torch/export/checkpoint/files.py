@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quark.torch.export.checkpoint.file_versions import check_version
 from quark.torch.export.checkpoint.headers import NATIVE, Headers, open_file
 from quark.torch.numerics.dtypes import torch_dtype
 from quark.torch.progress import show_progress
@@ -46,19 +47,24 @@ class CheckpointReader:
 
     Raises:
         FileNotFoundError: There are no tensors, or a file of the index is missing.
-        ValueError: A file is damaged.
+        ValueError: A file is damaged, or has changed since the headers were read.
     """
 
     def __init__(self, directory: str | Path, file: str | None = None) -> None:
         headers = Headers(directory, file)
         self.directory, self.metadata = headers.directory, headers.metadata
+        self._versions = headers.versions
         self.entries = {
             key: TensorHeader(entry.file, entry.shape, torch_dtype(entry.dtype))
             for key, entry in headers.entries.items()
         }
 
     def _open(self, file: str) -> Any:
-        return open_file(self.directory / file, "pt")
+        path, version = self.directory / file, self._versions[file]
+        check_version(path, version)
+        opened = open_file(path, "pt")
+        check_version(path, version)  # it may have been replaced in between
+        return opened
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return one tensor."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.architecture import empty_model, model_class, read_config
+from quark.torch.export.checkpoint.auto_round import AUTO_ROUND, packing_refusal
 from quark.torch.export.checkpoint.build_limit import limit_build_by_size
 from quark.torch.export.checkpoint.config_json import SECTION, read_config_json
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names, unused_names
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.quantization.config.name_lookup import names_as_subject
+from quark.torch.quantization.preparation import check_parameters
 
 logger = logging.getLogger("quark")
 
@@ -42,8 +45,8 @@ def load_float_model(
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A tensor is missing, or of another shape or type than the model has; the files
-            hold more layers than the model; or Transformers cannot load them.
+        ValueError: A tensor is missing, of another shape or type than the model has, or not finite;
+            the files hold more layers than the model; or Transformers cannot load them.
     """
     config = check_float_model(directory, trust_remote_code)
     cls = model_class(config, directory, trust_remote_code)
@@ -67,6 +70,8 @@ def load_float_model(
         raise ValueError(f"{directory}: Transformers cannot load it: {first}") from error
     _check_report(model, report, directory)
     loaded: nn.Module = model
+    if not read_config_json(directory).get(SECTION):  # codes of other methods are no plain tensors
+        check_parameters(loaded)
     return loaded.eval()
 
 
@@ -92,20 +97,33 @@ def check_float_model(directory: Path, trust_remote_code: bool = False) -> Any:
 
 
 def _check_method(section: Any, directory: Path, trust_remote_code: bool) -> None:
-    """Check that Transformers knows the method of a quantized model.
+    """Check that Transformers knows the method of a quantized model, and can load it here.
 
     Otherwise it takes codes for weights. Python code of the directory may know other methods.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It does not, or software or a device is missing.
     """
     from transformers.quantizers import AutoHfQuantizer
 
-    if not trust_remote_code and not AutoHfQuantizer.supports_quant_method(section):
+    method = section.get("quant_method")
+    if not AutoHfQuantizer.supports_quant_method(section):
+        if trust_remote_code:
+            return
         raise ValueError(
-            f"{directory} is quantized by the method {section.get('quant_method')!r}, which "
-            "neither this package nor Transformers reads. Load it with the software that wrote it."
+            f"{directory} is quantized by the method {method!r}, which neither this package nor "
+            "Transformers reads. Load it with the software that wrote it."
         )
+    try:
+        quantizer = AutoHfQuantizer.from_config(deepcopy(section), pre_quantized=True)
+        quantizer.validate_environment(device_map=None, weights_only=True)
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        refusal = f" {packing_refusal(section)}" if method == AUTO_ROUND else ""
+        raise ValueError(
+            f"{directory} is quantized by the method {method!r}, which this package leaves to "
+            f"Transformers, and it cannot load it here: {said}.{refusal}"
+        ) from error
 
 
 def check_float_headers(directory: Path, config: Any, trust_remote_code: bool = False) -> None:

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from quark.torch.export.checkpoint.file_versions import FileVersion, check_version, version_of
 from quark.torch.files import parse_json, read_json
 from quark.torch.numerics.dtypes import ITEM_SIZES
 
@@ -81,21 +82,25 @@ class Headers:
     Attributes:
         entries: Headers of tensors by name.
         metadata: Texts of the headers of the files, by name.
+        versions: Versions of the files, by name.
 
     Raises:
         FileNotFoundError: There are no tensors, or a file of the index is missing.
-        ValueError: A file is damaged.
+        ValueError: A file is damaged, or another process replaces it meanwhile.
     """
 
     def __init__(self, directory: str | Path, file: str | None = None) -> None:
         self.directory = Path(directory)
         self.entries: dict[str, StoredHeader] = {}
         self.metadata: dict[str, str] = {}
+        self.versions: dict[str, FileVersion] = {}
         for name in [file] if file else self._files():
             for key, entry in self._read(name):
                 if key in self.entries:
                     raise ValueError(f"{self.directory}: {key} is there twice, again in {name}.")
                 self.entries[key] = entry
+        for name, version in self.versions.items():
+            check_version(self.directory / name, version)
 
     def _files(self) -> list[str]:
         indexes = sorted(self.directory.glob(f"*{INDEX_SUFFIX}"))
@@ -121,6 +126,7 @@ class Headers:
         return files
 
     def _read(self, file: str) -> Iterator[tuple[str, StoredHeader]]:
+        self.versions[file] = version_of(self.directory / file)
         with open_file(self.directory / file, "np") as opened:
             _check_names(self.directory / file)
             self.metadata |= opened.metadata() or {}

@@ -20,7 +20,7 @@ from torch import nn
 
 from quark.torch.export.checkpoint.dequantized import DequantizedReader
 from quark.torch.export.checkpoint.placement import put_tensor
-from quark.torch.export.checkpoint.scale_checks import check_layer_scales
+from quark.torch.export.checkpoint.value_checks import check_layer_values
 from quark.torch.export.formats.layouts.act_order import has_act_order
 from quark.torch.files import size_of
 from quark.torch.graph.residency import iterate_parts, residency_of
@@ -90,13 +90,13 @@ class PrequantizedLayers:
         """Read codes and scales of a packed layer of a model.
 
         Raises:
-            ValueError: A scale is not sound.
+            ValueError: A value is not sound.
         """
         names = {key: self._keys.get(key) for key in self._tensors(name)}
         self._loading._replace(model=model).fill_part(names, device)
         layer = model.get_submodule(name)
         assert isinstance(layer, PackedLayer)
-        check_layer_scales(layer, name)
+        check_layer_values(layer, name)
 
     def release(self, model: nn.Module, name: str) -> None:
         """Take the values of a packed layer of a model from memory."""

@@ -13,13 +13,14 @@ from torch import nn
 
 from quark.torch.export.checkpoint.computed_buffers import check_buffers, compute_buffers
 from quark.torch.export.checkpoint.config_json import note_run
+from quark.torch.export.checkpoint.expert_names import rename_experts, with_stored_names
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.low_rank_config import declare_low_rank
 from quark.torch.export.checkpoint.placement import place_of, places_of, put_tensor, tie
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
-from quark.torch.export.checkpoint.scale_checks import check_scales
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
+from quark.torch.export.checkpoint.value_checks import check_values
 from quark.torch.export.formats.base import ExportFormat
 from quark.torch.quantization.arguments import check_module
 from quark.torch.quantization.config.algo import RotationConfig, SVDQuantConfig
@@ -154,7 +155,7 @@ class Loading(NamedTuple):
                 put_tensor(model, name, zero_offset(model, name, expected, place))
             elif name.endswith(".weight_groups"):
                 put_tensor(model, name, None)  # in order
-        check_scales(model)
+        check_values(model.named_modules())
         compute_buffers(model, fallback)
         tie(model, self.tied, absent)
         return model.eval()
@@ -198,8 +199,9 @@ def prepare_load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> Loading
     fmt.config = with_head_sizes(fmt.config, model)
     experts = split_experts(model)
     try:
+        fmt.config = with_stored_names(fmt.config, model)
         reader = fmt.layer_source(reader, tied_names(model))
-        named = rename_for_model(reader, model)
+        named = rename_experts(rename_for_model(reader, model), model)
         layers = fmt.stored_layers(quantized_layers(model, fmt.config), named)
         stack_experts(experts, keep=layers)
         reader, outline, tied = check_stored(model, fmt, layers, reader)
@@ -233,7 +235,8 @@ def check_stored(
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
     """
-    reader = fmt.layer_reader(rename_for_model(reader, model), model)
+    reader = rename_experts(rename_for_model(reader, model), model)
+    reader = fmt.layer_reader(reader, model)
     outline = outline_of(model, fmt, layers)
     tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
     _check(model, outline, _optional(fmt, layers, tied), fmt, reader)

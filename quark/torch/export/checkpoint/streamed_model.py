@@ -19,7 +19,7 @@ from quark.torch.export.checkpoint.float_source import (
 )
 from quark.torch.export.checkpoint.placement import put_tensor
 from quark.torch.export.checkpoint.reader import Loading, Reader
-from quark.torch.export.checkpoint.scale_checks import check_scales
+from quark.torch.export.checkpoint.value_checks import check_values
 from quark.torch.numerics.native.memory import spare_memory_of
 from quark.torch.pipeline.memory_limit import MemoryLimit, divide_memory
 from quark.torch.pipeline.residency import Residency, is_placeholder, placeholder
@@ -112,7 +112,7 @@ def stream_loading(
         device: Where tensors are brought to.
 
     Raises:
-        ValueError: ``max_memory`` is less than what is taken. While the model runs: scales that are
+        ValueError: ``max_memory`` is less than what is taken. While the model runs: values that are
             read are not sound.
     """
     model = loading.model
@@ -191,7 +191,7 @@ class PackedResidency(UnitCache):
                 put_tensor(model, name, tied)
                 del absent[name]
         self._loading.fill_part(absent, self.device)
-        check_scales(unit.module)
+        check_values(unit.modules())
 
     def _resident_twin(self, name: str) -> torch.Tensor | None:
         """Return the values of a parameter that is tied to another one, if that is resident.

@@ -108,6 +108,7 @@ class ConvertedReader:
         modules, state = {name for name, _ in model.named_modules()}, model.state_dict()
         prefix = getattr(model, "base_model_prefix", "") or None
         self.entries: dict[str, TensorHeader] = {}
+        self.stored: dict[str, str] = {}  # name -> stored name, of tensors that are not fused
         for key in sorted(reader.entries, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             is_known = key in state or (name not in state and key.rpartition(".")[0] in modules)
@@ -119,7 +120,7 @@ class ConvertedReader:
                     name, pattern = whole, None
             self.names[key] = name, pattern
             if pattern is None:
-                self.entries[name] = reader.entries[key]
+                self._add(name, key)
             else:
                 self.parts.setdefault(name, []).append(key)
         for name, keys in self.parts.items():
@@ -139,7 +140,20 @@ class ConvertedReader:
             for target, tensor in made.items():
                 self.entries[target] = TensorHeader(file, tuple(tensor.shape), tensor.dtype)
                 self.made_of[target] = name
-        self.stored = {n: key for key, (n, pattern) in self.names.items() if pattern is None}
+
+    def _add(self, name: str, key: str) -> None:
+        """Add a stored tensor under its name in the model.
+
+        Raises:
+            ValueError: Another tensor has this name.
+        """
+        other = self.stored.setdefault(name, key)
+        if other != key:
+            raise ValueError(
+                f"{other} and {key} are the same tensor of the model: remove one of them, or copy "
+                "the checkpoint again."
+            )
+        self.entries[name] = self.reader.entries[key]
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return one tensor by its name in the model."""

@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quark.torch.export.checkpoint.auto_round import AUTO_ROUND, packing_refusal
 from quark.torch.export.checkpoint.config_json import CONFIG, SECTION
+from quark.torch.export.checkpoint.file_versions import unchanged
 from quark.torch.export.containers.base import Container, get_container
 from quark.torch.export.containers.registry import CONTAINERS
 from quark.torch.export.formats.base import ExportFormat, format_class
@@ -47,10 +49,17 @@ def recognize_container(path: str | Path) -> Container:
 
 
 @contextmanager
-def naming(source: Path) -> Iterator[None]:
-    """Put the name of a checkpoint before the message of a ``ValueError`` that lacks it."""
+def reading(source: Path) -> Iterator[None]:
+    """Check that the files of a checkpoint do not change while it is read.
+
+    The name of the checkpoint is put before the message of a ``ValueError`` that lacks it.
+
+    Raises:
+        ValueError: Another process has changed a file.
+    """
     try:
-        yield
+        with unchanged(source):
+            yield
     except ValueError as error:
         if re.search(rf"(?<![\w.]){re.escape(str(source))}(?!\w)", str(error)):
             raise
@@ -66,7 +75,7 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
 
     Raises:
         ValueError: It has no ``quantization_config``, or one of an unknown method, or one with
-            unknown keys or names.
+            unknown keys or names; or one of auto-round with a packing that is not read.
     """
     section = config_json.get(SECTION)
     if not isinstance(section, dict):
@@ -75,6 +84,8 @@ def recognize_format(config_json: dict[str, Any], where: str) -> ExportFormat:
             "Quantize the model first ('quark quantize')."
         )
     method = section.get("quant_method", "quark")
+    if method == AUTO_ROUND:  # ``read_config_json`` translates the packings that are read
+        raise ValueError(f"{where}: {packing_refusal(section)}")
     if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"{where}: quant_method={method!r} is unknown (known: {', '.join(FORMATS)})."

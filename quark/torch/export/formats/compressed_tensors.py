@@ -14,7 +14,9 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quark.torch.export.formats.base import ExportFormat
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIXED = "mixed-precision"  # format of a checkpoint whose groups differ
+_LINEAR = "Linear"  # the target of a group that holds all layers that no other group does
 DENSE = "dense"  # format of a checkpoint with all weights in float
 
 
@@ -76,6 +79,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         "input_scale_2": "input_global_scale",
         "weight_groups": "weight_g_idx",
     }
+    code_names = ("weight", "weight_packed")
     redundant_tensors = ("weight_shape",)
     supports_kv_cache = True
     supports_rotation = True
@@ -83,6 +87,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
     is_read = False  # whether the section is that of a checkpoint
     transforms: Sequence[InputTransform] = ()
     quantized: Collection[str] = ()
+    act_order: Mapping[str, bool] = MappingProxyType({})
 
     @classmethod
     def from_section(cls, section: dict[str, Any]) -> ExportFormat:
@@ -94,6 +99,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         fmt = super().from_section(section)
         assert isinstance(fmt, cls)
         fmt.transforms = read_transforms(section)
+        fmt.act_order = _read_act_order(section)
         fmt.is_read = True
         return fmt
 
@@ -236,6 +242,10 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         self.quantized = stored
         return stored
 
+    def needs_groups(self, name: str) -> bool:
+        """Whether the group of a layer says that the file has the group of each input."""
+        return next((moves for p, moves in self.act_order.items() if fnmatchcase(name, p)), False)
+
     def layer_reader(self, reader: Any, model: nn.Module) -> Any:
         """Return a reader with the rotations of inputs as layers have them.
 
@@ -267,7 +277,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         """Return the section that compressed-tensors reads."""
         formats = {scheme["format"] for scheme, _ in self.groups} or {DENSE}
         members = [names for _, names in self.groups]
-        targets = [["Linear"]] if len(members) == 1 else targets_of(members)
+        targets = [[_LINEAR]] if len(members) == 1 else targets_of(members)
         groups = {
             f"group_{i}": {**scheme, "targets": targets[i]}
             for i, (scheme, _) in enumerate(self.groups)
@@ -306,7 +316,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
             )
             check_group(group, layer, fmt)
             for target in read_names(group, "targets"):
-                if target == "Linear":
+                if target == _LINEAR:
                     default = layer
                 else:
                     layers[to_pattern(target)] = layer
@@ -329,6 +339,21 @@ def _read_groups(section: dict[str, Any]) -> list[dict[str, Any]]:
             f"compressed-tensors: config_groups must map names to groups, got {groups!r}."
         )
     return list(groups.values())
+
+
+def _read_act_order(section: dict[str, Any]) -> dict[str, bool]:
+    """Return patterns of names of layers -> whether files hold the group of each of their inputs.
+
+    With ``actorder`` "weight" or "static", columns are rounded in another order, and groups stay.
+    """
+    patterns: dict[str, bool] = {}
+    for group in _read_groups(section):
+        args = group.get("weights")
+        if args is not None:
+            moves = args.get("actorder") in ("group", "dynamic", True)
+            for target in read_names(group, "targets"):
+                patterns["*" if target == _LINEAR else to_pattern(target)] = moves
+    return dict(sorted(patterns.items(), key=lambda item: item[0] == "*"))
 
 
 def _check_dense(section: dict[str, Any]) -> None:

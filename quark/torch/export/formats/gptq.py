@@ -66,7 +66,8 @@ class GptqFormat(ThirdPartyFormat):
         "weight_groups": "g_idx",
     }
     supports_act_order = True
-    needs_groups = False
+    code_names = ("qweight",)
+    has_desc_act = False  # whether the section of a checkpoint says so
 
     def __init__(self, config: Config, options: JsonExporterConfig) -> None:
         super().__init__(config, options)
@@ -80,7 +81,7 @@ class GptqFormat(ThirdPartyFormat):
         """Return the format of a checkpoint, with the zero offset of its ``checkpoint_format``."""
         fmt = cls(cls.parse_section(section), JsonExporterConfig())
         fmt.zero_offset = int(section.get("checkpoint_format", V1) == V1)
-        fmt.needs_groups = section.get("desc_act") is True
+        fmt.has_desc_act = section.get("desc_act") is True
         return fmt
 
     @property
@@ -96,8 +97,8 @@ class GptqFormat(ThirdPartyFormat):
         """Return the layers stored in codes, after checking their zero points and groups.
 
         Raises:
-            ValueError: Zero points contradict ``sym`` or ``checkpoint_format``, ``g_idx``
-                contradicts ``group_size``, or some layers alone have ``g_idx``.
+            ValueError: Zero points contradict ``sym`` or ``checkpoint_format``, or ``g_idx``
+                contradicts ``group_size`` or is missing.
         """
         layers = super().stored_layers(layers, reader)
         for name, layer in layers.items():
@@ -106,14 +107,11 @@ class GptqFormat(ThirdPartyFormat):
             is_words = entry is not None and type_name(entry.dtype) == "int32" and len(entry.shape)
             if layer.weight is not None and is_words:
                 self._check_zeros(reader.tensor(key), layer.weight, key)
-        coded = [name for name in layers if f"{name}.qweight" in reader.entries]
-        bare = [name for name in coded if f"{name}.g_idx" not in reader.entries]
-        if bare and (len(bare) < len(coded) or self.needs_groups):
-            raise ValueError(
-                f"{bare[0]}.g_idx is missing, which gives the group of each input: other layers "
-                "have it, or desc_act is true. Copy the whole checkpoint again."
-            )
         return layers
+
+    def needs_groups(self, name: str) -> bool:
+        """Whether the section says that the file has the group of each input of a layer."""
+        return self.has_desc_act
 
     def _check_zeros(self, words: torch.Tensor, weight: QuantizationSpec, key: str) -> None:
         """Raise if stored zero points cannot be those of a layer."""

@@ -52,6 +52,7 @@ class ThirdPartyFormat(QuarkFormat):
     Attributes:
         supported: Layers that it can hold, for error messages.
         tensor_names: Last part of a tensor's name in Quark's format -> in this format.
+        code_names: Last parts of names that codes of weights may have.
         redundant_tensors: Last parts of names that are stored but not needed to load.
         supports_kv_cache: Whether it can hold scales of an fp8 key-value cache.
         supports_rotation: Whether it can hold rotations of inputs.
@@ -68,6 +69,7 @@ class ThirdPartyFormat(QuarkFormat):
     transformers_packages: ClassVar[Mapping[str, str] | None] = None
     supported: ClassVar[str]
     tensor_names: ClassVar[dict[str, str]] = {}
+    code_names: ClassVar[tuple[str, ...]] = ()
     redundant_tensors: ClassVar[tuple[str, ...]] = ()
     supports_kv_cache: ClassVar[bool] = False
     supports_rotation: ClassVar[bool] = False
@@ -180,7 +182,8 @@ class ThirdPartyFormat(QuarkFormat):
         Layers in float whose outputs are quantized are among them, for a cache or for attention.
 
         Raises:
-            ValueError: No layer is stored in codes, or ``g_idx`` contradicts ``group_size``.
+            ValueError: No layer is stored in codes, or ``g_idx`` contradicts ``group_size`` or is
+                missing.
         """
         entries: dict[str, TensorHeader] = reader.entries
         coded = [name for name, layer in layers.items() if layer.weight is not None]
@@ -205,7 +208,35 @@ class ThirdPartyFormat(QuarkFormat):
         exclude = [*self.config.exclude, *map(literal, in_float)]
         self.config = replace(self.config, exclude=exclude)
         stored = {n: config_for(n, None, self.config) for n in layers}
-        return {n: layer for n, layer in stored.items() if layer is not None}
+        layers = {n: layer for n, layer in stored.items() if layer is not None}
+        self._check_groups(layers, entries)
+        return layers
+
+    def needs_groups(self, name: str) -> bool:
+        """Whether the section says that the file has the group of each input of a layer."""
+        return False
+
+    def _check_groups(
+        self, layers: Mapping[str, QuantizationConfig], entries: Mapping[str, TensorHeader]
+    ) -> None:
+        """Check that no layer lacks the group of each input.
+
+        Those that the section names need it; if it names none, all do as soon as one has it.
+
+        Raises:
+            ValueError: A layer lacks it.
+        """
+        stored = self.tensor_names.get(_WEIGHT_GROUPS)
+        coded = [n for n in layers if any(f"{n}.{code}" in entries for code in self.code_names)]
+        bare = [n for n in coded if f"{n}.{stored}" not in entries]
+        named = [n for n in coded if self.needs_groups(n)]
+        missing = [n for n in named or coded if n in bare]
+        if missing and (named or len(bare) < len(coded)):
+            raise ValueError(
+                f"{missing[0]}.{stored} is missing, which gives the group of each input: "
+                "quantization_config asks for it (act order), or other layers have it. Copy the "
+                "whole checkpoint again."
+            )
 
     def _stores_act_order(self, layers: Mapping[str, QuantizationConfig], reader: Any) -> bool:
         """Whether the inputs of a layer are not in the order of its groups."""

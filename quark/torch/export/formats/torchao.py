@@ -24,7 +24,10 @@ from quark.torch.export.formats.layer_checks import (
 )
 from quark.torch.export.formats.third_party import ThirdPartyFormat
 from quark.torch.export.formats.torchao_schemes import (
+    FLOAT_CONFIGS,
     INPUTS,
+    INT8_CONFIGS,
+    INTX_CONFIGS,
     PARTS,
     WHOLE,
     TorchaoScheme,
@@ -174,7 +177,7 @@ class TorchaoFormat(ThirdPartyFormat):
                 raise ValueError(f"{given!r} has no configuration 'default'")
             default, others = _parse_several(given["default"])
         except ValueError as error:
-            raise ValueError(f"quant_method='torchao': quant_type: {error}.") from None
+            raise _refusal(f"quant_type: {error}") from None
         layers = {literal(name): scheme.layer() for name, scheme in others.items()}
         return Config(default.layer(), layer_quant_config=layers)
 
@@ -194,12 +197,12 @@ class TorchaoFormat(ThirdPartyFormat):
         }
         unknown = [name for name in stored if name not in layers]
         if unknown:
-            raise ValueError(
-                f"quant_method='torchao': {unknown[0]} is quantized, but is no linear layer of the "
-                "model: embeddings and experts are not read."
+            raise _refusal(
+                f"{unknown[0]} is quantized, but is no linear layer of the model: embeddings and "
+                "experts are not read"
             )
         if not stored:
-            raise ValueError("quant_method='torchao', but every weight is stored in float.")
+            raise _refusal("every weight is stored in float")
         exclude = [*self.config.exclude, *(literal(n) for n in layers if n not in stored)]
         named = {literal(name): layer for name, layer in stored.items()}
         weights = {name: layer.weight for name, layer in stored.items() if layer.weight}
@@ -224,7 +227,7 @@ class TorchaoFormat(ThirdPartyFormat):
             if (PARTS[2] in described["_tensor_data_names"]) is not (zeros in entries):
                 raise ValueError("its zero points are described and not stored, or stored alone")
         except ValueError as error:
-            raise ValueError(f"quant_method='torchao': {name}.weight: {error}.") from None
+            raise _refusal(f"{name}.weight: {error}") from None
         scale_type = None if scale is None else _SCALE_TYPES.get(type_name(scale.dtype))
         return scheme.layer(scale_type or ScaleType.float32)
 
@@ -240,12 +243,22 @@ class TorchaoFormat(ThirdPartyFormat):
             return tensor
         least, largest = int(tensor.min()), int(tensor.max())
         if least < fmt.qmin or largest > fmt.qmax:
-            raise ValueError(f"{key} is from {least} to {largest}, outside of {fmt.name}.")
+            raise _refusal(f"{key} is from {least} to {largest}, outside of {fmt.name}")
         return tensor
 
     def weight_count(self, spec: QuantizationSpec, codes: Entry, scale: Entry | None) -> int:
         """Return the number of weights: a byte each."""
         return prod(codes.shape)
+
+
+def _refusal(problem: str) -> ValueError:
+    """Return the error for a checkpoint that is damaged, or otherwise than those that are read."""
+    kinds = ", ".join((*FLOAT_CONFIGS, *INT8_CONFIGS, *INTX_CONFIGS))
+    return ValueError(
+        f"quant_method='torchao': {problem}. Copy the checkpoint again. If it is as torchao wrote "
+        f"it, quantize the linear layers of the float model with one of {kinds}, and call "
+        "save_pretrained."
+    )
 
 
 def _scheme_of(layer: QuantizedLayer) -> TorchaoScheme:

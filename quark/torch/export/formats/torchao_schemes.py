@@ -28,6 +28,10 @@ INPUTS: dict[str, tuple[str, bool, bool]] = {
 }
 FLOAT, INT8, ANY_INTEGER = "Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor"
 PARTS = ("qdata", "scale", "zero_point")
+# Configurations that are read, those of weights alone first.
+FLOAT_CONFIGS = ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig")
+INT8_CONFIGS = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig")
+INTX_CONFIGS = ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig")
 _FP8 = {"_type": "torch.dtype", "_data": "float8_e4m3fn"}
 _AUTO = {"_type": "KernelPreference", "_data": "AUTO"}
 _ASYMMETRIC_TOKENS = "int8_asym_per_token"
@@ -178,16 +182,16 @@ def parse_config(described: Any) -> TorchaoScheme:
         ValueError: It is not supported.
     """
     kind, data = _typed(described)
-    if kind in ("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"):
+    if kind in FLOAT_CONFIGS:
         _choice(data, "weight_dtype", [_FP8], _FP8)
         _choice(data, "activation_dtype", [_FP8], _FP8)
         group = _group_size(data, "granularity", ROW if kind[6] == "W" else WHOLE)
         inputs = "fp8 per token" if group == ROW else "fp8 per tensor"
         return TorchaoScheme("fp8_e4m3", group, inputs="" if kind[6] == "W" else inputs)
-    if kind in ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"):
+    if kind in INT8_CONFIGS:
         inputs = "" if kind[4] == "W" else "int8 per token"
         return TorchaoScheme("int8", _group_size(data, "granularity", ROW), inputs=inputs)
-    if kind in ("IntxWeightOnlyConfig", "Int8DynamicActivationIntxWeightConfig"):
+    if kind in INTX_CONFIGS:
         prefix, default = ("", ROW) if kind[4] == "W" else ("weight_", 32)
         dtype = _choice(
             data, "weight_dtype", [_dtype(f"int{b}") for b in range(2, 9)], _dtype("int8")

@@ -12,6 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from quark.torch.export.checkpoint.file_versions import check_version, version_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -105,6 +107,7 @@ class GgufFile:
         with self.path.open("rb") as file:
             if not self.path.stat().st_size:
                 raise self._damaged("it is empty")
+            self._version = version_of(file.fileno())
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._position = 0
         self.values: dict[str, Any] = {}
@@ -144,6 +147,7 @@ class GgufFile:
         tensor = self.tensors[name]
         data = bytearray(tensor.bytes)
         with self.path.open("rb") as file:
+            check_version(self.path, self._version, file.fileno())
             file.seek(tensor.start)
             if file.readinto(data) < tensor.bytes:
                 raise self._damaged(f"{name} reaches beyond its end")

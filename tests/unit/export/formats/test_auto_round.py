@@ -3,8 +3,14 @@
 import json
 
 import pytest
+from transformers.quantizers import quantizer_auto_round
 
-from quark.torch.export.recognition import load_checkpoint, load_in_float, open_checkpoint
+from quark.torch.export.recognition import (
+    check_checkpoint,
+    load_checkpoint,
+    load_in_float,
+    open_checkpoint,
+)
 from tests.configurations import config, groups, preset
 from tests.unit.export.formats.gptq_files import set_section, write
 
@@ -119,15 +125,18 @@ class TestRefused:
             ({"extra_config": {"a.b": {"bits": 8}}, "packing_format": AWQ}, "bits=8"),
             ({**MX, "group_size": 16}, "group_size=16"),
             ({**MX, "act_data_type": "mx_fp_rceil"}, "act_data_type='mx_fp_rceil'"),
-            ({"packing_format": "auto_round:fake"}, "quant_method='auto-round' is unknown"),
-            ({"packing_format": None}, "quant_method='auto-round' is unknown"),
+            (
+                {"packing_format": "auto_round:fake"},
+                "packing_format='auto_round:fake'.*is not read",
+            ),
+            ({"packing_format": None}, "packing_format=None.*is not read.*Write the model with"),
+            ({"packing_format": FLOATS["packing_format"], "data_type": "fp"}, "is not read"),
         ],
     )
-    def test_sections(self, build, tmp_path, change, said):
+    def test_sections(self, build, tmp_path, change, said, monkeypatch):
+        monkeypatch.setattr(quantizer_auto_round, "is_auto_round_available", lambda: False)
         section = {**SECTION, "packing_format": GPTQ, **change}
         write(build(), tmp_path, lambda name: (4, 32, True), section, 1, False)
-        with pytest.raises(ValueError, match=said):
-            load_in_float(tmp_path)
-        if "unknown" not in said:
+        for read in (open_checkpoint, load_in_float, load_checkpoint, check_checkpoint):
             with pytest.raises(ValueError, match=said):
-                open_checkpoint(tmp_path)
+                read(tmp_path)

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quark.torch import ModelExporter, ModelImporter, import_model_from_safetensors
 from quark.torch.export.containers.base import get_container
 from quark.torch.export.containers.registry import SAFETENSORS
+from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.config.spec import QuantizationSpec
 from tests.configurations import config, groups, preset
@@ -17,6 +20,7 @@ GROUPED = QuantizationSpec(
     "fp8_e4m3", qscheme="per_group", ch_axis=-1, group_size=32, is_dynamic=True
 )
 PER_TOKEN = scheme("ptpc_fp8").input_tensors
+ARGS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 INT4, MXFP4 = groups("int4"), scheme("mxfp4_weight_only").weight
 W4A8 = preset("w_int4_per_group_a_int8_per_token_dynamic")
 # What is written, the input_activations that take the place of those, and what the model is then.
@@ -108,3 +112,54 @@ def test_what_is_read_alone_is_not_written(written, build, tmp_path):
     loaded = ModelImporter(path, "safetensors").import_model_info(build(device="meta"))
     with pytest.raises(ValueError, match="its weight is fp4 per_group and its input is fp8_e4m3"):
         ModelExporter(tmp_path / "x").export_safetensors_model(loaded, custom_mode=CT)
+
+
+class TestGroupsOfInputs:
+    """``weight_g_idx`` gives the group of each input; without it, codes get other scales."""
+
+    @pytest.fixture
+    def with_groups(self, written):
+        """Write a checkpoint in which some layers store the groups of their inputs."""
+
+        def with_groups(layers, **args):
+            path = written(config(groups("int4")), weights=ARGS | args)
+            file = path / "model.safetensors"
+            tensors = load_file(file)
+            for name in [n for n in tensors if n.endswith(".weight_packed") and layers(n)]:
+                layer = name.removesuffix(".weight_packed")
+                count = 32 * tensors[f"{layer}.weight_scale"].shape[1]
+                tensors[f"{layer}.weight_g_idx"] = torch.arange(count, dtype=torch.int32) // 32
+            save_file(tensors, file, metadata={"format": "pt"})
+            return path
+
+        return with_groups
+
+    @pytest.mark.parametrize("actorder", ["group", "dynamic", True])
+    def test_all_layers_have_them(self, with_groups, build, quantize, logits, actorder):
+        loaded = load_checkpoint(with_groups(lambda name: True, actorder=actorder))
+        assert logits(loaded).equal(logits(quantize(build(), config(groups("int4")))))
+
+    @pytest.mark.parametrize("actorder", ["weight", "static", None, False])
+    def test_none_has_them(self, with_groups, actorder):
+        load_checkpoint(with_groups(lambda name: False, actorder=actorder))
+
+    @pytest.mark.parametrize("actorder", ["group", "dynamic", True, "weight", None])
+    def test_one_layer_lacks_them(self, with_groups, actorder):
+        path = with_groups(lambda name: "1.mlp.down_proj" not in name, actorder=actorder)
+        for load in (load_checkpoint, load_in_float):
+            with pytest.raises(ValueError, match=r"1.mlp.down_proj.weight_g_idx is missing"):
+                load(path)
+
+    @pytest.mark.parametrize("actorder", ["group", "dynamic", True])
+    def test_all_layers_lack_them(self, with_groups, actorder):
+        path = with_groups(lambda name: False, actorder=actorder)
+        with pytest.raises(ValueError, match=r"weight_g_idx is missing.*Copy the whole checkpoint"):
+            load_checkpoint(path)
+
+    def test_another_group_of_layers_has_none(self, with_groups):
+        path = with_groups(lambda name: "mlp" not in name, actorder="group")
+        described = json.loads((path / "config.json").read_text())
+        by_name = described["quantization_config"]["config_groups"]
+        by_name["group_1"] = by_name["group_0"] | {"targets": ["re:.*mlp.*"], "weights": ARGS}
+        (path / "config.json").write_text(json.dumps(described))
+        load_checkpoint(path)

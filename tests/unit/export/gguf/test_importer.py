@@ -173,6 +173,16 @@ class TestModel:
         with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.down_proj\.weight.*{what}"):
             load_checkpoint(path)
 
+    @pytest.mark.parametrize("read", [load_checkpoint, load_in_float])
+    def test_floats_that_are_not_finite_are_refused(self, made, read):
+        _, path = made(config(KINDS["Q4_0"]))
+        (norm,) = (t for t in gguf.GGUFReader(path).tensors if t.name == "output_norm.weight")
+        data = bytearray(path.read_bytes())
+        data[norm.data_offset : norm.data_offset + 4] = b"\x00\x00\x80\x7f"
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"model\.norm\.weight has NaN or infinite values"):
+            read(path)
+
     @pytest.mark.parametrize("configuration", [config(KINDS["Q4_1"]), preset(NVFP4)])
     def test_tensors_are_read_one_by_one(self, made, configuration):
         reader = open_checkpoint(made(configuration, **WIDE)[1]).reader

@@ -1,49 +1,85 @@
-"""Checks of the values of scales that were read from a checkpoint."""
+"""Checks of values that were read from a quantized checkpoint: floats, float codes, scales."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.numerics.codec import decode
+from quark.torch.numerics.finite import check_finite, is_finite
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.tensor_names import PARAMETERS, SHORT_NAMES
+from quark.torch.quantization.nn.attention import PROBABILITIES
 from quark.torch.quantization.nn.packed import PackedLayer
-from quark.torch.quantization.nn.probabilities import probability_quantizers
+from quark.torch.quantization.nn.quantizer import TensorQuantizer
 
 
-def check_scales(model: nn.Module) -> None:
-    """Check that the scales of packed layers are sound; see ``check_layer_scales``.
+def check_values(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Check the values of packed layers, and that all other parameters in float are finite.
+
+    See ``check_layer_values``. Tensors on the meta device are left out.
+
+    Args:
+        modules: Modules by name. Those inside of a packed layer belong to it.
 
     Raises:
-        ValueError: A scale is not sound. The message names it.
+        ValueError: A value is not sound. The message names its tensor.
     """
-    for name, layer in model.named_modules():
-        if isinstance(layer, PackedLayer):
-            check_layer_scales(layer, name)
-    for name, quantizer in probability_quantizers(model):
-        scale = quantizer.scale
-        if scale is not None and not scale.is_meta and not (scale.isfinite() & (scale > 0)).all():
-            raise ValueError(
-                f"{name}.prob_output_scale is {float(scale)}, expected a positive number: the "
-                "checkpoint is damaged. Export it again."
-            )
+    for name, module in modules:
+        if isinstance(module, PackedLayer):
+            check_layer_values(module, name)
+            continue
+        for parameter_name, parameter in module.named_parameters(name, recurse=False):
+            if not parameter.is_meta:
+                check_finite(parameter_name, parameter)
+        probabilities = module._modules.get(PROBABILITIES)
+        if isinstance(probabilities, TensorQuantizer):
+            _check_probabilities(probabilities.scale, name)
 
 
-def check_layer_scales(layer: PackedLayer, name: str) -> None:
-    """Check that the scales of a packed layer are sound.
+def _check_probabilities(scale: torch.Tensor | None, name: str) -> None:
+    """Check the scale of the probabilities of an attention module.
+
+    Raises:
+        ValueError: It is not positive and finite.
+    """
+    if scale is not None and not scale.is_meta and not (scale.isfinite() & (scale > 0)).all():
+        raise ValueError(
+            f"{name}.prob_output_scale is {float(scale)}, expected a positive number: the "
+            "checkpoint is damaged. Export it again."
+        )
+
+
+def check_layer_values(layer: PackedLayer, name: str) -> None:
+    """Check that the scales, floats and float codes of a packed layer are sound.
 
     Scales are finite and positive. Only weights in integers and in tables may have scales that are
-    zero or negative: the blocks of GGUF files do. Float zero points are finite.
+    zero or negative: the blocks of GGUF files do. Everything else in float is finite: zero points,
+    parameters, factors and rotations of inputs. No code is NaN or infinite, such as 0x7F of E4M3.
 
     Args:
         layer: The layer.
         name: Its name, for the message.
 
     Raises:
-        ValueError: A scale is not sound. The message names it.
+        ValueError: A value is not sound. The message names its tensor.
     """
+    _check_layer_scales(layer, name)
+    for part, tensor in layer.state_dict(keep_vars=True).items():
+        if tensor.is_meta or "_quantizer." in part:
+            continue
+        if part in layer.packed and not is_finite(tensor):
+            raise ValueError(
+                f"{name}.{part} has NaN or infinity among its codes: the checkpoint is damaged. "
+                "Export it again."
+            )
+        check_finite(f"{name}.{part}", tensor)
+
+
+def _check_layer_scales(layer: PackedLayer, name: str) -> None:
     for tensor, spec in layer.quant_config.specs():
         short = SHORT_NAMES[tensor]
         quantizer = getattr(layer, f"{short}_quantizer")
