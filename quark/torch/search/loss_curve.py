@@ -18,10 +18,14 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from quark.torch.search.mixtures import Mixture
 
 MIXTURES = 7  # that are measured
+WINDOWS = 4  # of the text that they are measured on
+POSITIONS = 256  # of each of these windows, at which predictions are compared
 
 
 class LossCurve:
@@ -50,6 +54,15 @@ class LossCurve:
             return math.exp(y0 + x - x0)
         (x0, y0), (x1, y1) = self.points[place - 1 : place + 1]
         return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def curve_windows(windows: torch.Tensor) -> torch.Tensor:
+    """Return the windows that mixtures are measured on for a curve, spread over a text.
+
+    Args:
+        windows: Token identifiers of the text, (windows, length).
+    """
+    return windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
 
 
 def measure_curve(mixture: Mixture, measure: Callable[[Mapping[str, str]], float]) -> LossCurve:

@@ -37,7 +37,13 @@ from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.accumulators import Gram
 from quark.torch.pipeline.activation_store import ActivationStore, current_limit
-from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.batches import (
+    padding_mask,
+    run_batch,
+    show_progress,
+    split_sequences,
+    take_excerpt,
+)
 from quark.torch.pipeline.capture import StopForward
 from quark.torch.pipeline.chunks import Chunks, count_tokens
 from quark.torch.pipeline.statistics import Probe
@@ -52,8 +58,9 @@ from quark.torch.statistics.log_probabilities import predict_parts
 logger = logging.getLogger(__name__)
 
 PROBES = 1  # default number of pieces of the data whose predictions are measured
-PIECE = 256  # tokens of a piece
-SEEN = 2  # for each piece that is predicted, pieces that run through single blocks
+PIECE = 128  # tokens of a piece
+LENGTH = 64  # tokens of a sequence in a piece
+SEEN = 4  # for each piece that is predicted, pieces that run through single blocks
 COARSE, FINE = 2, 4  # bits
 GROUP = 64  # group size of the rounding
 LONG = 10.0  # seconds from which on the time is told
@@ -111,7 +118,7 @@ def measure_probes(
 def first_pieces(batches: Iterable[Any], count: int) -> list[Any]:
     """Return the first pieces of data, whatever its batches.
 
-    A piece is some sequences with 256 tokens together, or the first 256 tokens of a longer one.
+    A piece is the first 64 tokens of two sequences, or shorter sequences with 128 tokens together.
     Sequences that have more than tokens, such as images, are not cut.
 
     Args:
@@ -119,11 +126,12 @@ def first_pieces(batches: Iterable[Any], count: int) -> list[Any]:
         count: The largest number of pieces.
     """
 
-    def cut(chunk: Any) -> Any:
-        _, length = count_tokens(chunk)
-        return take_excerpt(chunk, PIECE) if length > PIECE else chunk
+    def cut(sequence: Any) -> Any:
+        _, length = count_tokens(sequence)
+        return take_excerpt(sequence, LENGTH) if length > LENGTH else sequence
 
-    return list(map(cut, islice(Chunks(batches, tokens=PIECE), count)))
+    sequences = map(cut, split_sequences(batches))
+    return list(islice(Chunks(sequences, tokens=PIECE), count))
 
 
 def _tell_time(first: float, units: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:

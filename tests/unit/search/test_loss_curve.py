@@ -4,9 +4,10 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from quark.torch.search.costs import Unit
-from quark.torch.search.loss_curve import MIXTURES, LossCurve, measure_curve
+from quark.torch.search.loss_curve import MIXTURES, LossCurve, curve_windows, measure_curve
 from quark.torch.search.mixtures import Mixture
 
 MEASURED = [(1.63, 1.07), (0.18, 0.16), (0.022, 0.025), (0.00033, 0.00075)]
@@ -76,3 +77,12 @@ def test_one_format_is_measured_once():
 def test_formats_without_loss_are_not_measured():
     free = Mixture([Unit(("layer",), 100, {"float16": 1600}, {"float16": 0.0})])
     assert measure_curve(free, lambda chosen: pytest.fail("measured"))(0.1) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen"),
+    [(2, [0, 1]), (4, [0, 1, 2, 3]), (7, [0, 1, 2, 3]), (16, [0, 4, 8, 12]), (18, [0, 4, 8, 12])],
+)
+def test_windows_of_the_curve_are_spread_over_the_text(count, chosen):
+    windows = torch.arange(3 * count).view(count, 3)
+    assert torch.equal(curve_windows(windows), windows[chosen])
