@@ -81,9 +81,7 @@ class Measure:
         return self._done[key]
 
 
-def curve_of(
-    mixture: Mixture, measure: Measure, store: ActivationStore, solved: bool
-) -> LossCurve:
+def curve_of(mixture: Mixture, measure: Measure, store: ActivationStore, solved: bool) -> LossCurve:
     """Return what corrects predicted losses: a curve through mixtures, measured on a few windows.
 
     Nothing is corrected without text, and where losses are those of GPTQ, since mixtures are
