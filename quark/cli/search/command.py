@@ -122,7 +122,7 @@ def _search_formats(request: SearchRequest) -> None:
     with ActivationStore(limit // 2) as store, ActivationStore(limit // 2) as other_store:
         measure = Measure(model, statistics, evaluation, configure, Reference(store))
         chosen = choose(request, mixture, outside, measure, seconds)
-        curve = curve_of(mixture, measure, other_store, solved)
+        curve = curve_of(mixture, chosen, measure, other_store, solved)
         config = replace(measure.configure(chosen), algo_config=algorithms)
         _write_files(request, config, mixture, chosen, curve)
         result = measure_result(mixture, chosen, outside, measure, curve, seconds)

@@ -81,15 +81,23 @@ class Measure:
         return self._done[key]
 
 
-def curve_of(mixture: Mixture, measure: Measure, store: ActivationStore, solved: bool) -> LossCurve:
+def curve_of(
+    mixture: Mixture,
+    chosen: Mapping[str, str],
+    measure: Measure,
+    store: ActivationStore,
+    solved: bool,
+) -> LossCurve:
     """Return what corrects predicted losses: a curve through mixtures, measured on a few windows.
 
-    Nothing is corrected without text, and where losses are those of GPTQ, since mixtures are
-    measured with weights rounded to the nearest.
+    It also passes through the chosen mixture, measured on all windows. Nothing is corrected without
+    text, and where losses are those of GPTQ, since mixtures are measured with weights rounded to
+    the nearest.
 
     Args:
         mixture: The best mixtures of all sizes.
-        measure: Measures mixtures.
+        chosen: Format of each layer in the chosen one, by the name of the layer.
+        measure: Measures mixtures on all windows.
         store: For predictions of the original on the few windows.
         solved: Whether losses are those of GPTQ.
     """
@@ -104,17 +112,22 @@ def curve_of(mixture: Mixture, measure: Measure, store: ActivationStore, solved:
 
     if measure.windows is None or solved:
         return LossCurve()
+    known = (mixture.cost(chosen)[1], _divergence(measure, MIXTURE, chosen))
     few = curve_windows(measure.windows)
     if len(few) < len(measure.windows):
         measure = replace(measure, windows=few, reference=Reference(store, POSITIONS))
 
-    def divergence(chosen: Mapping[str, str]) -> float:
-        bits = stored_bits_per_weight(mixture.units, chosen)
-        measured = measure.mixture(f"{bits:.2f} bits", chosen)
-        assert measured is not None and measured.predictions.kl is not None
-        return measured.predictions.kl
+    def divergence(formats: Mapping[str, str]) -> float:
+        bits = stored_bits_per_weight(mixture.units, formats)
+        return _divergence(measure, f"{bits:.2f} bits", formats)
 
-    return measure_curve(mixture, divergence)
+    return measure_curve(mixture, divergence, known)
+
+
+def _divergence(measure: Measure, title: str, chosen: Mapping[str, str]) -> float:
+    measured = measure.mixture(title, chosen)
+    assert measured is not None and measured.predictions.kl is not None
+    return measured.predictions.kl
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,22 @@ def test_mixtures_from_the_smallest_to_the_largest_are_measured(mixture):
         assert curve(total) == pytest.approx(2 * total**0.9)
 
 
+@pytest.mark.parametrize("bits", [2.0, 2.1, 3.3, 8.0])
+def test_a_known_mixture_stands_in_place_of_another(mixture, bits):
+    total, seen = mixture.cost(mixture.choose(bits))[1], []
+
+    def measure(chosen):
+        seen.append(mixture.cost(chosen)[1])
+        return 0.8 * seen[-1]
+
+    curve = measure_curve(mixture, measure, (total, 0.9 * total))
+    assert len(seen) == MIXTURES - 1
+    assert curve(total) == pytest.approx(0.9 * total)
+    assert len(curve.points) == MIXTURES - (total in seen)
+    for end in (seen[0], seen[-1]):
+        assert curve(end) == pytest.approx((0.9 if end == total else 0.8) * end)
+
+
 def test_one_format_is_measured_once():
     only = Mixture([Unit(("layer",), 100, {"int4": 400}, {"int4": 0.1})])
     assert measure_curve(only, lambda chosen: 0.2)(0.1) == pytest.approx(0.2)

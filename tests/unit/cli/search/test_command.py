@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from quark.torch import load_statistics
 from quark.torch.evaluation.predictions import Reference
 from quark.torch.quantization.config.config import Config
-from quark.torch.search.loss_curve import MIXTURES, WINDOWS
+from quark.torch.search.loss_curve import MIXTURES
 
 FORMATS = "int2_wo_32,int4_wo_32,int8_wo"
 DATA = ("--num_calib_data", 4, "--seq_len", 32)
@@ -207,27 +207,6 @@ def test_a_mixture_is_measured_once(search, collected, monkeypatch):
     assert len(titles) == len(set(titles)) <= MIXTURES
     rows = {row["name"]: row for row in json.loads(result.stdout)["sizes"]}
     assert rows["mixed"]["divergence"] == rows["int2_wo_32"]["divergence"] > 0
-
-
-def test_the_curve_is_measured_on_a_few_windows(search, collected, monkeypatch):
-    """The mixture and one format are measured on all of them, like the original."""
-    counts, compare = {}, Reference.compare
-
-    def note(reference, model, windows, *args, title, **options):
-        counts.setdefault(title, []).append(len(windows))
-        return compare(reference, model, windows, *args, title=title, **options)
-
-    monkeypatch.setattr(Reference, "compare", note)
-    flags = ("--statistics", collected, "--target_bits", 5.5, "--json")
-    result, _ = search(*flags, "--num_eval_data", WINDOWS + 3)
-    assert result.exit_code == 0, result.output
-    rows = {row["name"]: row for row in json.loads(result.stdout)["sizes"]}
-    measured = {name for name, row in rows.items() if row["divergence"] is not None}
-    assert "mixed" in measured
-    on_all = {title for title, found in counts.items() if WINDOWS + 3 in found}
-    assert on_all == {"the mixture", *measured - {"mixed"}}
-    assert {WINDOWS} == {count for title in counts.keys() - on_all for count in counts[title]}
-    assert rows["mixed"]["loss"] == pytest.approx(rows["mixed"]["divergence"], rel=0.5)
 
 
 def test_losses_of_solved_weights_are_sums(search, collected):
