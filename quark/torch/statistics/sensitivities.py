@@ -49,10 +49,9 @@ from quark.torch.statistics.probe_runs import Pieces, ProbeRuns
 logger = logging.getLogger(__name__)
 
 PROBES = 1  # default
-PREDICTED = 128  # tokens whose predictions are measured, for each probe
-PREDICTED_LENGTH = 64  # most of these in a sequence
+PREDICTED = 128  # tokens whose predictions are measured, for each probe, in a call
 SEEN = 512  # tokens that run through single blocks, for each probe
-SEEN_LENGTH = 256  # most of these in a sequence, and in a call
+SEEN_CALL = 256  # tokens of a call of these
 COARSE, FINE = 2, 4  # bits
 GROUP = 64  # group size of the rounding
 LONG = 10.0  # seconds from which on the time is told
@@ -167,17 +166,17 @@ def first_pieces(batches: Iterable[Any], probes: int) -> Pieces:
         probes: Number of times that 128 tokens are predicted, and 512 run through single blocks.
     """
     return Pieces(
-        _cut_pieces(batches, probes, PREDICTED, PREDICTED_LENGTH),
-        _cut_pieces(batches, SEEN // SEEN_LENGTH * probes, SEEN_LENGTH, SEEN_LENGTH),
+        _cut_pieces(batches, probes, PREDICTED),
+        _cut_pieces(batches, SEEN // SEEN_CALL * probes, SEEN_CALL),
     )
 
 
-def _cut_pieces(batches: Iterable[Any], count: int, tokens: int, length: int) -> list[Any]:
-    """Return calls of some tokens together, with the first tokens of each sequence."""
+def _cut_pieces(batches: Iterable[Any], count: int, tokens: int) -> list[Any]:
+    """Return calls: the first tokens of a sequence, or shorter sequences with as many together."""
 
     def cut(sequence: Any) -> Any:
-        _, own = count_tokens(sequence)
-        return take_excerpt(sequence, length) if own > length else sequence
+        _, length = count_tokens(sequence)
+        return take_excerpt(sequence, tokens) if length > tokens else sequence
 
     return list(islice(Chunks(map(cut, split_sequences(batches)), tokens=tokens), count))
 
