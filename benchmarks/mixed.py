@@ -9,9 +9,10 @@
 
 Statistics are collected once. Each mixture is the best of its size for them; uniform formats stand
 beside it. A curve through mixtures, measured on a few windows, corrects the sum of the losses of
-layers and gives the predicted loss. Mixtures and formats are rounded to the nearest, and by algorithms that run data.
-Mixtures of the kind *solved* are chosen by errors of GPTQ; in *together* layers that read a tensor
-share a format. The ranking is that of random mixtures by sums and by what is measured.
+layers and gives the predicted loss. Mixtures and formats are rounded to the nearest, and by
+algorithms that run data. Mixtures of the kind *solved* are chosen by errors of GPTQ; in *together*
+layers that read a tensor share a format. The ranking is that of random mixtures by sums and by what
+is measured.
 """
 
 from __future__ import annotations
