@@ -8,10 +8,11 @@
     python benchmarks/mixed.py --model MODEL --text FILE
 
 Statistics are collected once. Each mixture is the best of its size for them; uniform formats stand
-beside it. A curve through measured mixtures corrects the sum of the losses of layers and gives the
-predicted loss. Mixtures and formats are rounded to the nearest, and by algorithms that run data.
-Mixtures of the kind *solved* are chosen by errors of GPTQ; in *together* layers that read a tensor
-share a format. The ranking is that of random mixtures by sums and by what is measured.
+beside it. A curve through mixtures, measured on a few windows, corrects the sum of the losses of
+layers and gives the predicted loss. Mixtures and formats are rounded to the nearest, and by
+algorithms that run data. Mixtures of the kind *solved* are chosen by errors of GPTQ; in *together*
+layers that read a tensor share a format. The ranking is that of random mixtures by sums and by what
+is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.recipes import RECIPES
-from quark.torch.search.loss_curve import measure_curve
+from quark.torch.search.loss_curve import curve_windows, measure_curve
 from quark.torch.search.mixtures import Mixture, measure_costs, mixed_config, temporarily_quantized
 
 CALIBRATION_WINDOWS = 64
@@ -129,11 +130,11 @@ class Bench:
         return mixture
 
     def loss(self, chosen: Mapping[str, str], formats: dict[str, QuantizationConfig]) -> float:
-        """Return the divergence of a mixture, with weights rounded to the nearest."""
+        """Return the divergence of a mixture on a few windows, rounded to the nearest."""
         model = copy.deepcopy(self.model)
         config = mixed_config(model, chosen, formats)
         model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, self.data))
-        return divergence(self.model, model, self.material.evaluation)
+        return divergence(self.model, model, curve_windows(self.material.evaluation))
 
 
 def mixtures(

@@ -64,9 +64,9 @@ class CollectRequest(DataFlags):
         _data(
             metavar="N",
             min=0,
-            help="Number of windows on which the sensitivity of each layer is measured, by "
-            "rounding it alone: up to 256 tokens of each (0 = none, which saves "
-            "time; only 'quark search' needs them).",
+            help="Number of times 128 tokens on which the sensitivity of each layer is measured, "
+            "by rounding it alone (0 = none, which saves time; only 'quark search' needs "
+            "them).",
         ),
     ] = 1
     overwrite: Annotated[bool, _output(help="Replace an existing directory after success.")] = False

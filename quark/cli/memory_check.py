@@ -37,7 +37,8 @@ class Measurement:
         probes: Number of pieces of the data on which sensitivities are measured, 0 for none.
         compared: Models whose predictions are compared, the original among them; they take turns if
             they are read in parts. 1 for none.
-        keeps_predictions: Whether predictions are kept until models that run later are compared.
+        kept_predictions: Number of predictions that are kept until models that run later are
+            compared.
         samples_inputs: Whether inputs of layers are kept.
         measures_layers: Whether each layer is measured, in float32.
         keeps_codes: Whether a quantized model stays packed. Otherwise it is dequantized.
@@ -55,7 +56,7 @@ class Measurement:
     collected: int = 0
     probes: int = 0
     compared: int = 1
-    keeps_predictions: bool = False
+    kept_predictions: int = 0
     samples_inputs: bool = False
     measures_layers: bool = False
     keeps_codes: bool = False
@@ -172,9 +173,10 @@ def _predictions(measurement: Measurement, data: DataShape) -> int:
     from quark.torch.evaluation.predictions import positions_of
     from quark.torch.pipeline.shapes import FLOAT32
 
-    if measurement.compared == 1 and not measurement.keeps_predictions:
-        return 0
-    return FLOAT32 * measurement.evaluated * positions_of(measurement.length) * data.labels
+    kept = measurement.kept_predictions
+    if measurement.compared > 1:
+        kept = measurement.evaluated * positions_of(measurement.length)
+    return FLOAT32 * kept * data.labels
 
 
 def _layer_work(block: BlockShape, data: DataShape) -> Work:

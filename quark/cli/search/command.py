@@ -119,10 +119,10 @@ def _search_formats(request: SearchRequest) -> None:
         outside = size_outside(model, statistics, units)
     configure = partial(mixed_config, model, formats=formats)
     limit = results_limit(residency_of(model) is not None, request.max_memory, device)
-    with ActivationStore(limit) as store:
+    with ActivationStore(limit // 2) as store, ActivationStore(limit // 2) as other_store:
         measure = Measure(model, statistics, evaluation, configure, Reference(store))
         chosen = choose(request, mixture, outside, measure, seconds)
-        curve = curve_of(mixture, measure, solved)
+        curve = curve_of(mixture, chosen, measure, other_store, solved)
         config = replace(measure.configure(chosen), algo_config=algorithms)
         _write_files(request, config, mixture, chosen, curve)
         result = measure_result(mixture, chosen, outside, measure, curve, seconds)
@@ -179,12 +179,16 @@ def _check_outputs(request: SearchRequest, source: Path) -> None:
 def _check_memory(request: SearchRequest, source: Path) -> None:
     """Check that there is room for statistics, if they are not given, and for the evaluation."""
     from quark.torch.evaluation.perplexity import BATCH_SIZE
+    from quark.torch.evaluation.predictions import positions_of
+    from quark.torch.search.loss_curve import POSITIONS, WINDOWS
 
     run = describe_collection(request, source, PROBES)
     if request.statistics is not None:
         run = replace(run, collected=0)
     windows = 0 if request.skip_evaluation else counted_windows(request.num_eval_data)
-    run = replace(run, evaluated=windows, evaluated_batch=BATCH_SIZE, keeps_predictions=True)
+    kept = windows * positions_of(run.length)
+    kept += WINDOWS * positions_of(run.length, POSITIONS) if windows > WINDOWS else 0
+    run = replace(run, evaluated=windows, evaluated_batch=BATCH_SIZE, kept_predictions=kept)
     check_measurement(run)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from quark.cli import console
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quark.torch.evaluation.predictions import Predictions, Reference
+    from quark.torch.pipeline.activation_store import ActivationStore
     from quark.torch.pipeline.statistics import Statistics
     from quark.torch.quantization.config.config import Config
     from quark.torch.search.loss_curve import LossCurve
@@ -53,7 +54,7 @@ class Measure:
     windows: torch.Tensor | None
     configure: Callable[[Mapping[str, str]], Config]
     reference: Reference
-    _done: dict[tuple[tuple[str, str], ...], Measured] = field(default_factory=dict)
+    _done: dict[tuple[tuple[str, str], ...], Measured] = field(default_factory=dict, init=False)
 
     def original(self) -> Predictions | None:
         """Return the predictions of the float model, which runs once; None without text."""
@@ -80,30 +81,53 @@ class Measure:
         return self._done[key]
 
 
-def curve_of(mixture: Mixture, measure: Measure, solved: bool) -> LossCurve:
-    """Return what corrects predicted losses: a curve through measured mixtures.
+def curve_of(
+    mixture: Mixture,
+    chosen: Mapping[str, str],
+    measure: Measure,
+    store: ActivationStore,
+    solved: bool,
+) -> LossCurve:
+    """Return what corrects predicted losses: a curve through mixtures, measured on a few windows.
 
-    Nothing is corrected without text, and where losses are those of GPTQ, since mixtures are
-    measured with weights rounded to the nearest.
+    It also passes through the chosen mixture, measured on all windows. Nothing is corrected without
+    text, and where losses are those of GPTQ, since mixtures are measured with weights rounded to
+    the nearest.
 
     Args:
         mixture: The best mixtures of all sizes.
-        measure: Measures mixtures.
+        chosen: Format of each layer in the chosen one, by the name of the layer.
+        measure: Measures mixtures on all windows.
+        store: For predictions of the original on the few windows.
         solved: Whether losses are those of GPTQ.
     """
-    from quark.torch.search.loss_curve import LossCurve, measure_curve
+    from quark.torch.evaluation.predictions import Reference
+    from quark.torch.search.loss_curve import (
+        POSITIONS,
+        LossCurve,
+        curve_windows,
+        measure_curve,
+    )
     from quark.torch.search.sizes import stored_bits_per_weight
 
     if measure.windows is None or solved:
         return LossCurve()
+    known = (mixture.cost(chosen)[1], _divergence(measure, MIXTURE, chosen))
+    few = curve_windows(measure.windows)
+    if len(few) < len(measure.windows):
+        measure = replace(measure, windows=few, reference=Reference(store, POSITIONS))
 
-    def divergence(chosen: Mapping[str, str]) -> float:
-        bits = stored_bits_per_weight(mixture.units, chosen)
-        measured = measure.mixture(f"{bits:.2f} bits", chosen)
-        assert measured is not None and measured.predictions.kl is not None
-        return measured.predictions.kl
+    def divergence(formats: Mapping[str, str]) -> float:
+        bits = stored_bits_per_weight(mixture.units, formats)
+        return _divergence(measure, f"{bits:.2f} bits", formats)
 
-    return measure_curve(mixture, divergence)
+    return measure_curve(mixture, divergence, known)
+
+
+def _divergence(measure: Measure, title: str, chosen: Mapping[str, str]) -> float:
+    measured = measure.mixture(title, chosen)
+    assert measured is not None and measured.predictions.kl is not None
+    return measured.predictions.kl
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,18 @@ def standard_error(values: torch.Tensor) -> float | None:
     return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def positions_of(length: int) -> int:
-    """Return at how many positions of a window of ``length`` tokens predictions are compared."""
-    return -(-length // _step(length))
+def positions_of(length: int, most: int = POSITIONS) -> int:
+    """Return at how many positions of a window of ``length`` tokens predictions are compared.
+
+    Args:
+        length: Tokens of a window.
+        most: As ``positions`` of ``Reference``.
+    """
+    return -(-length // _step(length, most))
 
 
-def _step(length: int) -> int:
-    return max(1, length // POSITIONS)
+def _step(length: int, positions: int) -> int:
+    return max(1, length // positions)
 
 
 class Reference:
@@ -84,14 +89,16 @@ class Reference:
 
     Args:
         store: Store for log-probabilities.
+        positions: About the number of positions of a window at which predictions are compared.
 
     Attributes:
         predictions: Predictions of the original; None if it did not run.
         agreement: Result of ``RouterChoices.agreement`` with the model that was compared last.
     """
 
-    def __init__(self, store: ActivationStore) -> None:
+    def __init__(self, store: ActivationStore, positions: int = POSITIONS) -> None:
         self.predictions: Predictions | None = None
+        self._positions = positions
         self.agreement: dict[str, float] = {}
         self._losses = torch.zeros(0)
         self._choices = RouterChoices()
@@ -126,7 +133,7 @@ class Reference:
     ) -> Steps[Predictions]:
         """Return a pass of the original that takes turns with others; see ``run``."""
         kept = self._kept
-        take = _Sample(windows.shape[1], kept.add)
+        take = _Sample(_step(windows.shape[1], self._positions), kept.add)
         with self._choices.record(model):
             self._losses = yield from window_loss_steps(
                 model, windows, batch_size, title, 1, take, observe, kept.is_full
@@ -155,7 +162,7 @@ class Reference:
     ) -> Steps[Predictions]:
         """Return a pass of another model that takes turns with the original; see ``compare``."""
         divergences = _Divergences(self._kept, len(windows))
-        take = _Sample(windows.shape[1], divergences.add)
+        take = _Sample(_step(windows.shape[1], self._positions), divergences.add)
         choices = RouterChoices()
         with choices.record(model):
             losses = yield from window_loss_steps(
@@ -274,14 +281,13 @@ class _Sample:
     """Receives the logits of parts of batches, and passes on log-probabilities at some positions.
 
     Args:
-        length: Tokens of a window.
+        step: Distance of these positions.
         take: Receives the number of the first window of a part, and log-probabilities,
             (windows, positions, vocabulary) float32.
     """
 
-    def __init__(self, length: int, take: Callable[[int, torch.Tensor], None]) -> None:
-        self._step = _step(length)
-        self._take = take
+    def __init__(self, step: int, take: Callable[[int, torch.Tensor], None]) -> None:
+        self._step, self._take = step, take
         self._begin = self._end = 0  # windows of the current batch
 
     def __call__(self, first: int, logits: torch.Tensor) -> None:

@@ -18,10 +18,14 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from quark.torch.search.mixtures import Mixture
 
-MIXTURES = 7  # that are measured
+MIXTURES = 6  # that are measured
+WINDOWS = 4  # of the text that they are measured on
+POSITIONS = 256  # of each of these windows, at which predictions are compared
 
 
 class LossCurve:
@@ -52,15 +56,36 @@ class LossCurve:
         return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
 
 
-def measure_curve(mixture: Mixture, measure: Callable[[Mapping[str, str]], float]) -> LossCurve:
+def curve_windows(windows: torch.Tensor) -> torch.Tensor:
+    """Return the windows that mixtures are measured on for a curve, spread over a text.
+
+    Args:
+        windows: Token identifiers of the text, (windows, length).
+    """
+    return windows[:: max(1, len(windows) // WINDOWS)][:WINDOWS]
+
+
+def measure_curve(
+    mixture: Mixture,
+    measure: Callable[[Mapping[str, str]], float],
+    known: tuple[float, float] | None = None,
+) -> LossCurve:
     """Return the curve through measured mixtures, from the smallest to the one with least loss.
 
     Args:
         mixture: The best mixtures of all sizes.
         measure: Returns the loss of a mixture, given the format of each layer, in nats per token.
+        known: Sum and loss of a mixture that was measured before, in place of the nearest one
+            between the ends.
     """
     chosen = [mixture.choose(bits) for bits in _spread(mixture.points(), MIXTURES)]
-    return LossCurve((mixture.cost(formats)[1], measure(formats)) for formats in chosen)
+    totals = [mixture.cost(formats)[1] for formats in chosen]
+    places = list(range(len(chosen)))
+    if known is not None and min(known) > 0 and len(places) > 2:
+        own = math.log(known[0])
+        places.remove(min(places[1:-1], key=lambda place: abs(math.log(totals[place]) - own)))
+    pairs = [(totals[place], measure(chosen[place])) for place in places]
+    return LossCurve(pairs if known is None else [*pairs, known])
 
 
 def _spread(points: Iterable[tuple[float, float]], count: int) -> list[float]:

@@ -66,7 +66,6 @@ from quark.torch.quantization.preparation import (
 from quark.torch.quantization.sequence_rows import keep_rows_together
 from quark.torch.statistics.sensitivities import (
     PROBES,
-    SEEN,
     Probes,
     coarse_spec,
     first_pieces,
@@ -94,9 +93,9 @@ def collect_statistics(
     Args:
         model: A float model, on any device. It is unchanged afterwards.
         dataloader: Batches for the model: tensors, mappings of arguments, or lists of these.
-        probes: Number of pieces of the data, of 256 tokens each, whose predictions are measured
-            for sensitivities; twice as many run through single blocks. Only a search for mixed
-            precision needs them; 0 measures none.
+        probes: Number of times that 128 tokens of the data are predicted for sensitivities, and 512
+            run through single blocks. Only a search for mixed precision needs them; 0 measures
+            none.
         offload_dir: Directory for activations that do not fit into memory; None for that of
             temporary files.
         check_size: Called before the data runs, with the bytes that ``save_statistics`` will write
@@ -128,9 +127,9 @@ def collect_statistics(
             with _prepared(model, offload_dir):
                 inputs = _observe(model, structure, Chunks(batches), check_size)
                 units = _group_units(model, names)
-                pieces = first_pieces(batches, SEEN * probes)
+                pieces = first_pieces(batches, probes)
                 grams = {name: inputs.grams[first] for name, first in inputs.readers.items()}
-                measured = measure_probes(model, structure.blocks, units, pieces, probes, grams)
+                measured = measure_probes(model, structure.blocks, units, pieces, grams)
         finally:
             restore_layers(model)
     return inputs.assemble(digests, data, units, measured)

@@ -17,7 +17,7 @@ from quark.torch.pipeline.shapes import (
 )
 from quark.torch.quantization.observer.histogram import BINS
 from quark.torch.statistics.collection import TOKENS
-from quark.torch.statistics.sensitivities import PIECE, SEEN
+from quark.torch.statistics.sensitivities import PREDICTED, SEEN
 
 _WEIGHTS = 8  # copies in float32 of a weight whose rounding is measured
 
@@ -27,7 +27,7 @@ def list_work(model: ModelShape, probes: int) -> list[tuple[str, StepWork]]:
 
     Args:
         model: The model.
-        probes: Number of pieces of the data on which sensitivities are measured, 0 for none.
+        probes: Those of ``collect_statistics``.
     """
     kept = sum(_kept(block) for block in model.blocks)
     steps: list[tuple[str, StepWork]] = [("statistics", partial(_observing, kept))]
@@ -51,12 +51,16 @@ def _observing(kept: int, block: BlockShape, data: DataShape) -> Work:
 def _probing(kept: int, model: ModelShape, probes: int, block: BlockShape, data: DataShape) -> Work:
     """Return the work of running the pieces of data once for each layer of a block.
 
-    Stores hold what the blocks return for each piece, and its log-probabilities. The output head
-    gives logits of a part of a piece: they and their log-probabilities, beside the stored ones.
+    Stores hold what the blocks return for each token, and log-probabilities of those that are
+    predicted. The output head gives logits of a part of these: they and their log-probabilities,
+    beside the stored ones.
     """
     own = data.itemsize if data.itemsize < FLOAT32 else 0
-    head = (own + 3 * FLOAT32) * min(ROWS_AT_ONCE, PIECE) * data.labels + own * model.around_largest
+    head = (own + 3 * FLOAT32) * min(
+        ROWS_AT_ONCE, PREDICTED
+    ) * data.labels + own * model.around_largest
     weights = block.largest(lambda layer: _WEIGHTS * FLOAT32 * layer.elements)
     predictions = FLOAT32 * data.labels // max(1, len(model.blocks))  # their share of a block
-    held = probes * PIECE * (SEEN * data.hidden * data.itemsize + predictions)
+    outputs = (PREDICTED + SEEN) * data.hidden * data.itemsize
+    held = probes * (outputs + PREDICTED * predictions)
     return Work(kept + head + weights, changes=False, held=held)

@@ -8,9 +8,13 @@ their relative error, the mean over tokens of ``|y' - y|² / |y|²``, since norm
 relative to their size::
 
                  relative error of the block      divergence
-    two bits     0.020 on the first piece         0.030, measured there
-    two bits     0.024 on both pieces             0.030 · 0.024 / 0.020 = 0.036
-    four bits    0.0012 on both pieces            0.030 · 0.0012 / 0.020 = 0.0018
+    two bits     0.020 on 128 tokens              0.030, measured there
+    two bits     0.024 on 512 other tokens        0.030 · 0.024 / 0.020 = 0.036
+    four bits    0.0012 on these                  0.030 · 0.0012 / 0.020 = 0.0018
+
+A few tokens have a large share of the divergence. So 0.030 and 0.020 are squares of mean square
+roots over the tokens, whose ratio varies less. One factor for all units then makes the sum of
+their divergences on the 128 tokens what was measured.
 
 At four bits a unit may lose more or less for the error of its own outputs than at two: rounded
 queries and keys, for instance, change which tokens attention chooses, and this does not grow for
@@ -22,8 +26,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -31,29 +34,24 @@ import torch
 from torch import nn
 
 from quark.torch.algorithm.layers import output_error, to_matrix
-from quark.torch.evaluation.divergence import kl_divergence
-from quark.torch.evaluation.output_head import OutputHead
 from quark.torch.graph.block_selection import is_inside
 from quark.torch.graph.residency import resident
 from quark.torch.pipeline.accumulators import Gram
-from quark.torch.pipeline.activation_store import ActivationStore, current_limit
-from quark.torch.pipeline.batches import padding_mask, run_batch, show_progress, take_excerpt
+from quark.torch.pipeline.batches import show_progress, split_sequences, take_excerpt
 from quark.torch.pipeline.chunks import Chunks, count_tokens
-from quark.torch.pipeline.stacks import StopForward
 from quark.torch.pipeline.statistics import Probe
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.type import Dtype
 from quark.torch.quantization.nn.fake_quantized import QUANTIZERS, FakeQuantizedLayer
-from quark.torch.quantization.nn.padding import padding, without_padding
 from quark.torch.quantization.nn.quantizer import TensorQuantizer
-from quark.torch.statistics.block_outputs import BlockOutputs
-from quark.torch.statistics.log_probabilities import predict_parts
+from quark.torch.statistics.probe_runs import Pieces, ProbeRuns
 
 logger = logging.getLogger(__name__)
 
-PROBES = 1  # default number of pieces of the data whose predictions are measured
-PIECE = 256  # tokens of a piece
-SEEN = 2  # for each piece that is predicted, pieces that run through single blocks
+PROBES = 1  # default
+PREDICTED = 128  # tokens whose predictions are measured, for each probe, in a call
+SEEN = 512  # tokens that run through single blocks, for each probe
+SEEN_CALL = 256  # tokens of a call of these
 COARSE, FINE = 2, 4  # bits
 GROUP = 64  # group size of the rounding
 LONG = 10.0  # seconds from which on the time is told
@@ -66,13 +64,45 @@ class Probes(NamedTuple):
     fine: dict[str, Probe]
 
 
+class _Effect(NamedTuple):
+    """The effect of rounding a unit; see ``Probe``.
+
+    Attributes:
+        divergence: KL divergence of the predicted tokens at two bits, the mean in nats.
+        relative: Relative error of the block on these tokens, the mean; 0 if it is not known.
+        ratio: Divergence per relative error, that of the squares of mean square roots.
+        coarse: Relative error of the block on the other tokens at two bits, the mean.
+        fine: The same at four bits.
+        error: Squared error of the outputs of the unit at two bits, the sum over all tokens.
+        fine_error: The same at four bits.
+    """
+
+    divergence: float
+    relative: float
+    ratio: float
+    coarse: float
+    fine: float
+    error: float
+    fine_error: float
+
+    def losses(self, factor: float) -> tuple[float, float]:
+        """Return the mean divergence at two and at four bits.
+
+        Args:
+            factor: Sum of the divergences of all units, over what their ratios give.
+        """
+        if self.relative and self.coarse:
+            return factor * self.ratio * self.coarse, factor * self.ratio * self.fine
+        share = self.fine_error / self.error if self.error else 0.0
+        return self.divergence, self.divergence * share
+
+
 @torch.no_grad()
 def measure_probes(
     model: nn.Module,
     blocks: Sequence[str],
     units: Sequence[Sequence[str]],
-    pieces: Sequence[Any],
-    predicted: int,
+    pieces: Pieces,
     grams: Mapping[str, Gram],
 ) -> Probes:
     """Return the effect of rounding each unit alone.
@@ -82,48 +112,73 @@ def measure_probes(
         blocks: Its blocks in the order of execution.
         units: Layers that are rounded together, all of one block, in the order of blocks.
         pieces: The result of ``first_pieces``. Without any, nothing is measured.
-        predicted: Number of pieces, the first ones, whose predictions are measured.
         grams: Sums over the inputs of each layer, by name.
     """
-    probes = Probes({}, {})
-    if not pieces:
+    probes, effects = Probes({}, {}), list[_Effect]()
+    if not pieces.predicted:
         return probes
-    with _Runs(model, blocks, pieces, predicted) as runs:
+    with ProbeRuns(model, blocks, pieces) as runs:
         start = time.monotonic()
         for number, unit in enumerate(show_progress(units, "sensitivities")):
             layers = {name: _get_layer(model, name) for name in unit}
-            block = block_of(unit[0], blocks)
-            with _rounding(model, layers, grams, COARSE) as error:
-                divergence = runs.divergence(block)
-                relative, coarse_relative = runs.block_errors(block)
-            with _rounding(model, layers, grams, FINE) as fine_error:
-                _, fine_relative = runs.block_errors(block)
-            if not relative:  # not known: then the divergence is proportional to the error
-                relative, coarse_relative, fine_relative = error or 1.0, error or 1.0, fine_error
-            coarse, fine = (divergence * r / relative for r in (coarse_relative, fine_relative))
-            probes.coarse.update(dict.fromkeys(unit, Probe(coarse, runs.tokens, error)))
-            probes.fine.update(dict.fromkeys(unit, Probe(fine, runs.tokens, fine_error)))
+            effects.append(_measure_effect(model, layers, block_of(unit[0], blocks), runs, grams))
             if number == 0:
                 _tell_time(time.monotonic() - start, units, blocks)
+    expected = sum(effect.ratio * effect.relative for effect in effects)
+    factor = sum(e.divergence for e in effects if e.relative) / expected if expected else 0.0
+    for unit, effect in zip(units, effects, strict=True):
+        coarse, fine = (runs.tokens * loss for loss in effect.losses(factor))
+        probes.coarse.update(dict.fromkeys(unit, Probe(coarse, runs.tokens, effect.error)))
+        probes.fine.update(dict.fromkeys(unit, Probe(fine, runs.tokens, effect.fine_error)))
     return probes
 
 
-def first_pieces(batches: Iterable[Any], count: int) -> list[Any]:
-    """Return the first pieces of data, whatever its batches.
+def _measure_effect(
+    model: nn.Module,
+    layers: Mapping[str, FakeQuantizedLayer],
+    block: str,
+    runs: ProbeRuns,
+    grams: Mapping[str, Gram],
+) -> _Effect:
+    """Return the effect of rounding the layers of a unit, all of one block."""
+    with _rounding(model, layers, grams, COARSE) as error:
+        divergences, relatives = runs.divergences(block)
+        coarse = float(runs.block_errors(block).mean())
+    with _rounding(model, layers, grams, FINE) as fine_error:
+        fine = float(runs.block_errors(block).mean())
+    relative = float(relatives.mean())
+    ratio = _root_mean(divergences) / _root_mean(relatives) if relative else 0.0
+    return _Effect(float(divergences.mean()), relative, ratio, coarse, fine, error, fine_error)
 
-    A piece is some sequences with 256 tokens together, or the first 256 tokens of a longer one.
+
+def _root_mean(values: torch.Tensor) -> float:
+    """Return the square of the mean of square roots; values below 0 are rounding errors."""
+    return float(values.clamp_min(0).sqrt().mean().square())
+
+
+def first_pieces(batches: Iterable[Any], probes: int) -> Pieces:
+    """Return the first tokens of data in calls, whatever its batches.
+
     Sequences that have more than tokens, such as images, are not cut.
 
     Args:
         batches: Batches that can be iterated any number of times.
-        count: The largest number of pieces.
+        probes: Number of times that 128 tokens are predicted, and 512 run through single blocks.
     """
+    return Pieces(
+        _cut_pieces(batches, probes, PREDICTED),
+        _cut_pieces(batches, SEEN // SEEN_CALL * probes, SEEN_CALL),
+    )
 
-    def cut(chunk: Any) -> Any:
-        _, length = count_tokens(chunk)
-        return take_excerpt(chunk, PIECE) if length > PIECE else chunk
 
-    return list(map(cut, islice(Chunks(batches, tokens=PIECE), count)))
+def _cut_pieces(batches: Iterable[Any], count: int, tokens: int) -> list[Any]:
+    """Return calls: the first tokens of a sequence, or shorter sequences with as many together."""
+
+    def cut(sequence: Any) -> Any:
+        _, length = count_tokens(sequence)
+        return take_excerpt(sequence, tokens) if length > tokens else sequence
+
+    return list(islice(Chunks(map(cut, split_sequences(batches)), tokens=tokens), count))
 
 
 def _tell_time(first: float, units: Sequence[Sequence[str]], blocks: Sequence[str]) -> None:
@@ -210,104 +265,3 @@ def weight_error(layer: FakeQuantizedLayer, weight: torch.Tensor, gram: Gram) ->
     change = weight.float() - layer.weight.detach().float()
     rows = to_matrix(change, layer.input_axis)
     return float(output_error(rows, gram.total.to(rows.device)))
-
-
-class _Runs:
-    """Runs of a model for some calls, beside what it returned for them unchanged.
-
-    Args:
-        model: The model.
-        blocks: Its blocks in the order of execution.
-        calls: Data of the calls.
-        predicted: Number of calls, the first ones, whose predictions are compared.
-
-    Attributes:
-        tokens: Number of tokens that are predicted.
-    """
-
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[str], calls: Sequence[Any], predicted: int
-    ) -> None:
-        self._model, self._calls, self._predicted = model, calls, predicted
-        self._outputs = BlockOutputs(model, blocks)
-        self._expected = ActivationStore(current_limit() // 2)
-        self._parts: list[range] = []  # of each call: places of its log-probabilities
-        self._head: OutputHead | None = None
-        self.tokens = 0
-
-    def __enter__(self) -> _Runs:
-        is_sequence = self._outputs.prove(self._calls[0])
-        self._head = OutputHead(self._model) if is_sequence else None
-        for call in self._calls[: self._predicted]:
-            first = len(self._expected)
-            with self._outputs.recording():
-                predict_parts(self._model, call, self._head, self._keep)
-            self._parts.append(range(first, len(self._expected)))
-        for call in self._calls[self._predicted :]:
-            with self._outputs.recording():
-                run_batch(self._model, call)
-        return self
-
-    def _keep(self, log_probs: torch.Tensor) -> None:
-        self._expected[len(self._expected)] = log_probs
-        self.tokens += len(log_probs)
-
-    def __exit__(self, *error: object) -> None:
-        self._outputs.clear()
-        self._expected.clear()
-
-    def divergence(self, block: str) -> float:
-        """Return the sum over tokens of KL(unchanged ‖ model) in nats; runs begin at a block."""
-        divergences: list[torch.Tensor] = []
-
-        def compare(places: Iterator[int], log_probs: torch.Tensor) -> None:
-            divergences.append(kl_divergence(self._expected[next(places)], log_probs))
-
-        for index, parts in enumerate(self._parts):
-            with self._outputs.beginning_at(block, index):
-                receive = partial(compare, iter(parts))
-                predict_parts(self._model, self._calls[index], self._head, receive)
-        return float(torch.cat(divergences).sum())
-
-    def block_errors(self, block: str) -> tuple[float, float]:
-        """Return the relative squared error of what a block returns, the mean over tokens.
-
-        It is that of the calls whose predictions are compared, and that of all calls; 0 and 0 if
-        that is not known.
-        """
-        errors = []
-        for index, call in enumerate(self._calls):
-            before = _hidden_states(self._outputs.recorded(block, index))
-            after = _hidden_states(self._run_to(block, index))
-            if before is None or after is None or before.shape != after.shape:
-                return 0.0, 0.0
-            with padding(padding_mask(call)):
-                y, other = (without_padding(x).double() for x in (before, after))
-            size = y.square().sum(-1).clamp_min(torch.finfo(y.dtype).tiny)
-            errors.append(((other - y).square().sum(-1) / size).flatten())
-        first = torch.cat(errors[: self._predicted])
-        return float(first.mean()), float(torch.cat(errors).mean())
-
-    def _run_to(self, block: str, index: int) -> Any:
-        """Run a call up to the end of a block; return what the block returns, None without one."""
-        outputs: list[Any] = []
-
-        def stop(module: nn.Module, args: Any, output: Any) -> None:
-            outputs.append(output)
-            raise StopForward
-
-        if not block:
-            return None
-        hook = self._model.get_submodule(block).register_forward_hook(stop)
-        try:
-            with self._outputs.beginning_at(block, index), suppress(StopForward):
-                run_batch(self._model, self._calls[index])
-        finally:
-            hook.remove()
-        return outputs[0] if outputs else None
-
-
-def _hidden_states(output: Any) -> torch.Tensor | None:
-    """Return the first tensor of what a block returns, None without one."""
-    x = output[0] if isinstance(output, tuple) and output else output
-    return x if isinstance(x, torch.Tensor) and x.is_floating_point() else None

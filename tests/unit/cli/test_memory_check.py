@@ -84,11 +84,11 @@ def test_a_disk_without_room_for_activations(verbs, refused, monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "name", "lower", "upper"),
     [
-        # 2 pieces of 256 tokens, 2048 classes: predictions in float32 are 4 MB.
-        ({"collected": 4, "probes": 2}, "sensitivities", 4_194_304, 6_000_000),
+        # 2 pieces of 128 tokens, 2048 classes: predictions in float32 are 2 MB.
+        ({"collected": 4, "probes": 2}, "sensitivities", 2_097_152, 3_000_000),
         # 32 windows at 16 positions are 4 MB.
         ({"evaluated": 32, "compared": 2}, "evaluation", 4_194_304, 4_500_000),
-        ({"evaluated": 32, "keeps_predictions": True}, "evaluation", 4_194_304, 4_500_000),
+        ({"evaluated": 32, "kept_predictions": 512}, "evaluation", 4_194_304, 4_500_000),
         ({"evaluated": 32, "compared": 2, "samples_inputs": True}, "evaluation", 4.8e6, 5.5e6),
         ({"evaluated": 32}, "evaluation", 0, 1),
     ],
@@ -117,6 +117,6 @@ def test_models_that_take_turns_spill_hidden_states_and_no_predictions(model_dir
 
 
 def test_models_that_run_one_after_the_other_spill_predictions(model_dir):
-    asked = Measurement(source=model_dir, length=16, evaluated=32, keeps_predictions=True)
+    asked = Measurement(source=model_dir, length=16, evaluated=32, kept_predictions=512)
     run = _describe(asked)
     assert require(run, 0, 1 << 20).spilled[1] >= run.predictions - (1 << 19) > 1 << 20

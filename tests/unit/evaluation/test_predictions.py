@@ -43,17 +43,18 @@ def log_probs(model, windows):
         return model(windows).double().log_softmax(-1)
 
 
-def compared(windows, batch_size, model=None):
-    reference = Reference(ActivationStore())
+def compared(windows, batch_size, model=None, positions=POSITIONS):
+    reference = Reference(ActivationStore(), positions)
     reference.run(Table(0), windows, batch_size)
     return reference.compare(model or Table(0, noise=0.3), windows, batch_size)
 
 
+@pytest.mark.parametrize("positions", [POSITIONS, POSITIONS // 2, LENGTH])
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 8])
-def test_figures_are_those_of_their_definitions(batch_size, windows):
-    result = compared(windows, batch_size)
+def test_figures_are_those_of_their_definitions(batch_size, positions, windows):
+    result = compared(windows, batch_size, positions=positions)
     p, q = log_probs(Table(0), windows), log_probs(Table(0, noise=0.3), windows)
-    at = slice(0, None, LENGTH // POSITIONS)
+    at = slice(0, None, LENGTH // positions)
     kl = (p.exp() * (p - q)).sum(-1)[:, at].mean(1)
     assert result.kl == pytest.approx(float(kl.mean()), rel=1e-5)
     assert result.kl_error == pytest.approx(float(kl.std()) / math.sqrt(WINDOWS), rel=1e-4)

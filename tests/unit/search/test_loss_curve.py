@@ -4,9 +4,10 @@ import itertools
 import math
 
 import pytest
+import torch
 
 from quark.torch.search.costs import Unit
-from quark.torch.search.loss_curve import MIXTURES, LossCurve, measure_curve
+from quark.torch.search.loss_curve import MIXTURES, LossCurve, curve_windows, measure_curve
 from quark.torch.search.mixtures import Mixture
 
 MEASURED = [(1.63, 1.07), (0.18, 0.16), (0.022, 0.025), (0.00033, 0.00075)]
@@ -68,6 +69,22 @@ def test_mixtures_from_the_smallest_to_the_largest_are_measured(mixture):
         assert curve(total) == pytest.approx(2 * total**0.9)
 
 
+@pytest.mark.parametrize("bits", [2.0, 2.1, 3.3, 8.0])
+def test_a_known_mixture_stands_in_place_of_another(mixture, bits):
+    total, seen = mixture.cost(mixture.choose(bits))[1], []
+
+    def measure(chosen):
+        seen.append(mixture.cost(chosen)[1])
+        return 0.8 * seen[-1]
+
+    curve = measure_curve(mixture, measure, (total, 0.9 * total))
+    assert len(seen) == MIXTURES - 1
+    assert curve(total) == pytest.approx(0.9 * total)
+    assert len(curve.points) == MIXTURES - (total in seen)
+    for end in (seen[0], seen[-1]):
+        assert curve(end) == pytest.approx((0.9 if end == total else 0.8) * end)
+
+
 def test_one_format_is_measured_once():
     only = Mixture([Unit(("layer",), 100, {"int4": 400}, {"int4": 0.1})])
     assert measure_curve(only, lambda chosen: 0.2)(0.1) == pytest.approx(0.2)
@@ -76,3 +93,12 @@ def test_one_format_is_measured_once():
 def test_formats_without_loss_are_not_measured():
     free = Mixture([Unit(("layer",), 100, {"float16": 1600}, {"float16": 0.0})])
     assert measure_curve(free, lambda chosen: pytest.fail("measured"))(0.1) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen"),
+    [(2, [0, 1]), (4, [0, 1, 2, 3]), (7, [0, 1, 2, 3]), (16, [0, 4, 8, 12]), (18, [0, 4, 8, 12])],
+)
+def test_windows_of_the_curve_are_spread_over_the_text(count, chosen):
+    windows = torch.arange(3 * count).view(count, 3)
+    assert torch.equal(curve_windows(windows), windows[chosen])

@@ -9,7 +9,7 @@ import torch
 from quark.torch.evaluation import output_head
 from quark.torch.evaluation.output_head import OutputHead
 from quark.torch.pipeline.activation_store import ActivationStore, activation_limit
-from quark.torch.statistics import sensitivities
+from quark.torch.statistics import probe_runs, sensitivities
 from quark.torch.statistics.block_outputs import BlockOutputs
 from quark.torch.statistics.collection import collect_statistics
 from quark.torch.statistics.log_probabilities import predict, predict_parts
@@ -93,7 +93,8 @@ def test_earlier_blocks_do_not_run(build, batches):
         shapes.clear()
         collect_statistics(model, batches[:1], probes=probes)
         counts.append(shapes.count(batches[0].shape))
-    assert counts[1] - counts[0] == 1 + 3 * 7  # the float model; each layer in it, and its block
+    # The float model, for predictions and for blocks; each layer in it, and its block twice.
+    assert counts[1] - counts[0] == 2 + 3 * 7
 
 
 def test_the_time_is_told_after_the_first_layer(build, batches, monkeypatch, caplog):
@@ -139,20 +140,20 @@ class TestParts:
     def test_sensitivities_are_those_of_the_whole(self, long, monkeypatch):
         data = [self.CALLS[0], self.CALLS[2]]
         found, sizes = [], []
-        compare = sensitivities.kl_divergence
+        compare = probe_runs.kl_divergence
 
         def count(expected, actual):
             sizes.append(len(actual))
             return compare(expected, actual)
 
-        monkeypatch.setattr(sensitivities, "kl_divergence", count)
-        for rows in (64, 10_000):
+        monkeypatch.setattr(probe_runs, "kl_divergence", count)
+        for rows in (32, 10_000):
             monkeypatch.setattr(output_head, "ROWS_AT_ONCE", rows)
             sizes.clear()
             found.append(probes_of(long, data))
-            assert max(sizes) == min(rows, sensitivities.PIECE)
+            assert max(sizes) == min(rows, sensitivities.PREDICTED)
         for name, probe in found[0].items():
-            assert probe.tokens == found[1][name].tokens == 2 * sensitivities.PIECE
+            assert probe.tokens == found[1][name].tokens == 2 * sensitivities.PREDICTED
             assert probe.divergence == pytest.approx(found[1][name].divergence, rel=1e-4)
 
     def test_a_model_that_predicts_one_class(self, build):
@@ -184,23 +185,29 @@ class TestParts:
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
-    [((3, 300), (1, 256)), ((5, 100), (2, 100)), ((40, 4), (40, 4)), ((1, 256), (1, 256))],
+    ("shape", "predicted", "seen"),
+    [
+        ((3, 300), [(1, 128), (1, 128)], [(1, 256), (1, 256), (1, 256)]),
+        ((5, 100), [(1, 100), (1, 100)], [(2, 100), (2, 100), (1, 100)]),
+        ((40, 4), [(32, 4), (8, 4)], [(40, 4)]),
+        ((1, 256), [(1, 128)], [(1, 256)]),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 2, 50])
-def test_pieces_do_not_depend_on_batches(shape, expected, size):
+def test_pieces_do_not_depend_on_batches(shape, predicted, seen, size):
     data = torch.arange(3, 3 + shape[0] * shape[1]).view(shape)
-    piece, *others = sensitivities.first_pieces(list(data.split(size)), 2)
-    assert len(others) == (expected[0] < shape[0])
-    assert piece.shape == expected
-    assert torch.equal(piece, data[: expected[0], : expected[1]])
+    pieces = sensitivities.first_pieces(list(data.split(size)), 2)
+    for calls, shapes in ((pieces.predicted, predicted), (pieces.seen, seen)):
+        assert [call.shape for call in calls] == shapes
+        length = shapes[0][1]
+        assert torch.equal(torch.cat(calls), data[: sum(count for count, _ in shapes), :length])
 
 
 @pytest.mark.parametrize("kind", ["unknown", "known"])
 def test_a_block_whose_outputs_are_not_known(kind, build, batches, monkeypatch):
     """Without outputs of blocks the divergence at four bits is proportional to the error."""
     if kind == "unknown":
-        monkeypatch.setattr(sensitivities, "_hidden_states", lambda output: None)
+        monkeypatch.setattr(probe_runs, "_hidden_states", lambda output: None)
     found = collect_statistics(build(), batches[:1])
     shares = [
         found.fine_probes[name].sensitivity / probe.sensitivity
