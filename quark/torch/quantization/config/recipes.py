@@ -34,7 +34,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w8a8_dynamic": ("ptpc_int8", (_SEARCHED_SMOOTH, _GPTQ)),
     "w4a4": ("int4_wa_signed_128", (_AWQ, _YAQA)),
     "w4a4_rotated": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
-    "fp8": ("ptpc_fp8", (_GPTQ,)),
+    "fp8": ("ptpc_fp8", (_DAMPED_YAQA,)),
     "mxfp4": ("mxfp4", (_AWQ, _YAQA)),
     "mxfp4_rotated": ("mxfp4", (_SMOOTH, _BLOCKS, _YAQA)),
     "nvfp4": ("nvfp4", (_AWQ, _YAQA)),
