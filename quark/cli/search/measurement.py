@@ -88,7 +88,7 @@ def curve_of(
     store: ActivationStore,
     solved: bool,
 ) -> LossCurve:
-    """Return what corrects predicted losses: a curve through mixtures, measured on a few windows.
+    """Return the curve that corrects predicted losses, through mixtures measured on a few windows.
 
     It also passes through the chosen mixture, measured on all windows. Nothing is corrected without
     text, and where losses are those of GPTQ, since mixtures are measured with weights rounded to

@@ -174,7 +174,7 @@ def _divide(
 def _arguments_without_blocks(
     model: nn.Module, stack: Stack, batch: Any
 ) -> dict[str, list[torch.Tensor]]:
-    """Return what blocks receive beside hidden states if each returns its hidden states.
+    """Return the tensors beside hidden states that blocks receive if none changes hidden states.
 
     The first block runs if it makes tensors that the others receive.
     """

@@ -19,7 +19,7 @@ _PATTERNS = ("*config.json", "*.index.json", "*.safetensors", "*.bin", "*.gguf",
 
 
 class FileVersion(NamedTuple):
-    """What tells a version of a file from another.
+    """The size and the time by which two versions of a file differ.
 
     Attributes:
         size: Its bytes.

@@ -117,7 +117,7 @@ def _check_method(section: Any, directory: Path, trust_remote_code: bool) -> Non
     try:
         quantizer = AutoHfQuantizer.from_config(deepcopy(section), pre_quantized=True)
         quantizer.validate_environment(device_map=None, weights_only=True)
-    except Exception as error:
+    except Exception as error:  # methods raise errors of many types
         said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         refusal = f" {packing_refusal(section)}" if method == AUTO_ROUND else ""
         raise ValueError(

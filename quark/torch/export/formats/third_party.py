@@ -221,7 +221,7 @@ class ThirdPartyFormat(QuarkFormat):
     ) -> None:
         """Check that no layer lacks the group of each input.
 
-        Those that the section names need it; if it names none, all do as soon as one has it.
+        The layers that the section names need it. If it names none, all do as soon as one has it.
 
         Raises:
             ValueError: A layer lacks it.
