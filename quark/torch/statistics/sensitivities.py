@@ -142,18 +142,19 @@ def _measure_effect(
 ) -> _Effect:
     """Return the effect of rounding the layers of a unit, all of one block."""
     with _rounding(model, layers, grams, COARSE) as error:
-        divergences, relatives = runs.divergences(block)
+        measured, relatives = runs.divergences(block)
         coarse = float(runs.block_errors(block).mean())
     with _rounding(model, layers, grams, FINE) as fine_error:
         fine = float(runs.block_errors(block).mean())
+    divergences = measured.clamp_min(0)  # values below 0 are rounding errors
     relative = float(relatives.mean())
     ratio = _root_mean(divergences) / _root_mean(relatives) if relative else 0.0
     return _Effect(float(divergences.mean()), relative, ratio, coarse, fine, error, fine_error)
 
 
 def _root_mean(values: torch.Tensor) -> float:
-    """Return the square of the mean of square roots; values below 0 are rounding errors."""
-    return float(values.clamp_min(0).sqrt().mean().square())
+    """Return the square of the mean of square roots."""
+    return float(values.sqrt().mean().square())
 
 
 def first_pieces(batches: Iterable[Any], probes: int) -> Pieces:

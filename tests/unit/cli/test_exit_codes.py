@@ -106,7 +106,7 @@ def test_a_weight_that_is_nan_is_named_before_the_evaluation(model_dir, text, pl
     call = ["--model_dir", "NAN", "--output_dir", "OUT", "--quant_scheme", "int4_wo_32"]
     call += ["--quant_algo", "gptq", "--dataset", text, "--eval_data", text, "--seq_len", 16]
     said = refused("quantize", *call, *TEXT, code=1)
-    assert said.startswith("error: model.layers.1.mlp.down_proj.weight has NaN")
+    assert said.startswith("error: NAN: model.layers.1.mlp.down_proj.weight has NaN")
 
 
 def end_missing(data, tensor):
