@@ -61,6 +61,8 @@ def with_stored_names(config: Config, model: nn.Module) -> Config:
     exclude: list[str] = []
     for name, aliases in others.items():
         known = aliases | {name}
+        if len(known) == 1:
+            continue
         if any(matches(alias, config.exclude) for alias in known):
             exclude += [] if matches(name, config.exclude) else [literal(name)]
             continue
