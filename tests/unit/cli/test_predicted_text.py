@@ -8,6 +8,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from quark.demo.text import model_directory
+from quark.torch import load_statistics
 
 BERT = {
     "vocab_size": 2048,
@@ -78,6 +79,9 @@ def test_statistics_and_search(kind, quark, models, tmp_path, monkeypatch):
         result = quark(*call)
         assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "mixed.json").read_text("utf-8"))["layer_quant_config"]
+    statistics = load_statistics("stats")
+    losses = [*statistics.probes.values(), *statistics.fine_probes.values()]
+    assert losses and all(probe.divergence >= 0 for probe in losses)
 
 
 def test_no_perplexity_after_quantizing(quark, models, tmp_path):

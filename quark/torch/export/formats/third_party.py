@@ -228,7 +228,7 @@ class ThirdPartyFormat(QuarkFormat):
         """
         stored = self.tensor_names.get(_WEIGHT_GROUPS)
         coded = [n for n in layers if any(f"{n}.{code}" in entries for code in self.code_names)]
-        bare = [n for n in coded if f"{n}.{stored}" not in entries]
+        bare = {n for n in coded if f"{n}.{stored}" not in entries}
         named = [n for n in coded if self.needs_groups(n)]
         missing = [n for n in named or coded if n in bare]
         if missing and (named or len(bare) < len(coded)):
