@@ -34,6 +34,7 @@ from quark.cli.inspect import command as inspect
 from quark.cli.other_names import VERBS
 from quark.cli.quantize import command as quantize
 from quark.cli.search import command as search
+from quark.torch.interruption import kept_interrupts
 
 HELP = """
 Quantize Hugging Face models, measure the loss, and load the checkpoints anywhere.
@@ -85,7 +86,7 @@ class Program(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **options: Any) -> Any:
         """Run a verb and exit: 0 done, 1 failed, 2 wrong call, 130 interrupted."""
-        with console.session():
+        with console.session(), kept_interrupts():
             code = self._run(args, options)
         sys.exit(code)
 

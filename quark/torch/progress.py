@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from quark.torch.interruption import raise_interrupt
+
 logger = logging.getLogger(__name__)
 
 DELAY = 1.0  # seconds after which a bar appears
@@ -17,8 +19,8 @@ INTERVAL = 30.0  # seconds from one line of the log to the next
 _BYTES = {"unit": "B", "unit_scale": True}
 
 
-def show_progress(items: Any, title: str) -> Any:
-    """Return an iterable of the same items that shows how many of them are done.
+def show_progress(items: Any, title: str, is_shown: bool = True) -> Iterator[Any]:
+    """Yield the same items, and show how many of them are done. An interrupt ends the iteration.
 
     A terminal shows a bar after a second. Elsewhere, such as in the log file of a job, a line of
     level info tells every half minute how much is done, and how much time is left.
@@ -26,7 +28,17 @@ def show_progress(items: Any, title: str) -> Any:
     Args:
         items: What to iterate over; its length is used if it has one.
         title: What is done.
+        is_shown: Whether anything is shown; in one of several processes.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted an earlier step; see ``interruption``.
     """
+    for item in _shown(items, title) if is_shown else items:
+        raise_interrupt()
+        yield item
+
+
+def _shown(items: Any, title: str) -> Any:
     if _is_on_terminal():
         from tqdm import tqdm
 

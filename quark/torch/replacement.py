@@ -24,6 +24,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from quark.torch.interruption import raise_interrupt
+
 _RENAME_EXCHANGE = 2  # flag of renameat2
 _AT_FDCWD = -100  # paths are relative to the working directory
 
@@ -84,8 +86,12 @@ def place(partial: Path, target: Path) -> None:
 
     At every moment there is either the old or the new directory. An old directory then lies at
     ``partial``, or is removed.
+
+    Raises:
+        KeyboardInterrupt: The user interrupted the work; see ``interruption``.
     """
     _sync(partial)
+    raise_interrupt()
     if not target.exists():
         partial.rename(target)
     elif not _exchange(partial, target):

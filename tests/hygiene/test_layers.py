@@ -29,6 +29,7 @@ import pytest
 # From the bottom to the top. A room is a package or a module, with everything below it that has no
 # room of its own: "quark.torch.graph" is all of it except rescaling, rotation and discovery.
 LAYERS = [
+    {"quark.torch.interruption"},
     {"quark.torch.progress"},
     {"quark.torch.digests"},
     {"quark.torch.earlier_output", "quark.torch.replacement"},

@@ -268,7 +268,7 @@ def show_progress(items: Any, what: str) -> Any:
 
     See ``quark.torch.progress``.
     """
-    return progress.show_progress(items, what) if processes().is_first else items
+    return progress.show_progress(items, what, is_shown=processes().is_first)
 
 
 def _to(value: Any, device: torch.device) -> Any:

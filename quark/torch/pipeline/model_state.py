@@ -145,7 +145,7 @@ def restored_on_failure(model: nn.Module) -> Iterator[Callable[[nn.Parameter], N
 def restored(model: nn.Module) -> Iterator[None]:
     """Restore a model when the context is left, whatever happened inside.
 
-    Values must not change.
+    Values must not change. An interrupt meanwhile is raised when the model is restored.
     """
     residency = residency_of(model)
     if residency is not None:
@@ -156,21 +156,26 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         if residency is not None:
             residency.release()
-        _restore(state)
+        interrupt = _restore(state)
         state.forget()
+        if interrupt is not None:
+            raise interrupt
 
 
 def _keep_nothing(parameter: nn.Parameter) -> None:
     """Take the place of ``ModelState.record`` where the files have the original values."""
 
 
-def _restore(state: ModelState) -> None:
-    """Restore a model completely, also if the user interrupts meanwhile."""
+def _restore(state: ModelState) -> KeyboardInterrupt | None:
+    """Restore a model completely. Return the last interrupt of the user meanwhile, if any."""
+    interrupt = None
     while True:
         try:
-            return state.restore()
-        except KeyboardInterrupt:
-            continue
+            state.restore()
+        except KeyboardInterrupt as error:
+            interrupt = error
+        else:
+            return interrupt
 
 
 def have_same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -58,8 +58,10 @@ def test_everything_is_restored(limit, unchanged, tmp_path):
     assert not model._forward_hooks
 
 
-def test_an_interrupt_meanwhile_waits(unchanged, monkeypatch):
-    model, calls, restore = Model(), Counter(), ModelState.restore
+@pytest.fixture
+def restorations(monkeypatch):
+    """Count the calls of ``ModelState.restore``. The user interrupts two of them."""
+    calls, restore = Counter(), ModelState.restore
 
     def interrupted(state):
         calls["restore"] += 1
@@ -68,6 +70,11 @@ def test_an_interrupt_meanwhile_waits(unchanged, monkeypatch):
         restore(state)
 
     monkeypatch.setattr(ModelState, "restore", interrupted)
+    return calls
+
+
+def test_an_interrupt_meanwhile_waits(unchanged, restorations):
+    model = Model()
     with (
         unchanged(model),
         pytest.raises(RuntimeError, match="first"),
@@ -75,7 +82,15 @@ def test_an_interrupt_meanwhile_waits(unchanged, monkeypatch):
     ):
         change(model, record)
         raise RuntimeError("the first")
-    assert calls["restore"] == 3
+    assert restorations["restore"] == 3
+
+
+def test_an_interrupt_meanwhile_is_not_lost(restorations):
+    model = Model()
+    with pytest.raises(KeyboardInterrupt), restored(model):
+        model.names.append("b")
+    assert restorations["restore"] == 3
+    assert model.names == ["a"]
 
 
 def test_success_keeps_the_changes():
