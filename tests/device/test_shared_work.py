@@ -26,7 +26,7 @@ from quark.torch.quantization.config.algo import (
     YaqaConfig,
 )
 from quark.torch.quantization.config.kv_cache import with_kv_cache
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from tests.configurations import preset
 from tests.device.stand_in import counted
 from tests.device.test_checkpoints import contents

@@ -157,6 +157,7 @@ VARIED = {  # kinds of models that algorithms meet, each with changes to its con
     "opt": ("opt", {}),
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "llama4": ("llama4_text", {"num_experts_per_tok": 1}),
     "nemotron": ("nemotron", {}),
     "gpt2": ("gpt2", {}),
     "gpt_neox": ("gpt_neox", {}),

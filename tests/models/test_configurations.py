@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "qwen2": ("lm_head", {_QKV, _GATED}),
     "qwen3": ("lm_head", {_QKV, _GATED}),
     "mixtral": ("lm_head", {_QKV, ("w1", "w3")}),
+    "llama4_text": ("lm_head", {_QKV, _GATED}),
     "deepseek_v3": ("lm_head", {("q_a_proj", "kv_a_proj_with_mqa"), _GATED}),
     "bloom": ("lm_head", set()),
     "gemma": ("lm_head", {_QKV, _GATED}),

@@ -31,6 +31,7 @@ ROTATING = {
     "qwen2_moe": ("rms", False, (2, 4)),
     "qwen3_moe": ("rms", False, (2, 4)),
     "gpt_oss": ("rms", False, (2, 4)),
+    "llama4_text": ("rms", False, (2, 4)),
     "deepseek_v2": ("rms", False, (4, 4)),
     "deepseek_v3": ("rms", False, (4, 4)),
     "qwen3_next": ("rms", False, None),

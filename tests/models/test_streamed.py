@@ -24,7 +24,7 @@ from quark.torch.statistics.collection import collect_statistics
 from tests.models.architectures import build, small_config
 from tests.models.matrix import FAMILIES, WAYS, quantized
 
-KINDS = ("llama", "opt", "gpt2", "mixtral", "gemma3_text")
+KINDS = ("llama", "opt", "gpt2", "mixtral", "llama4_text", "gemma3_text")
 ROTATION = algo.RotationConfig(r1=True, r2=True, r3=False, r4=True)
 ONLINE = algo.RotationConfig(
     rotation_size=32,
@@ -61,6 +61,8 @@ SLICE = [
     ("mixtral", "mxfp4", "svdquant"),
     ("llama", "mxfp4", "online"),
     ("mixtral", "fp8", "wanda, qronos"),
+    ("llama4_text", "int8", "awq, gptq"),
+    ("llama4_text", "mxfp4", "yaqa"),
 ]
 
 

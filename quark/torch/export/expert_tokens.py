@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 FEW = 0.1  # of the median of a layer: warn about experts with fewer tokens
 

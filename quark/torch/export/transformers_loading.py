@@ -34,7 +34,8 @@ from quark.torch.export.formats.base import ExportFormat, get_format
 from quark.torch.export.recognition import recognize_format
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.export import JsonExporterConfig
-from quark.torch.quantization.nn.experts import LinearExperts, split_experts, stack_experts
+from quark.torch.quantization.nn.experts import split_experts, stack_experts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.packed import PackedLayer
 from quark.torch.quantization.preparation import refuse_to_save
 

@@ -7,10 +7,11 @@ from quark.torch.graph.trace import Op, Trace, Value
 _PRODUCTS = {"mm", "bmm", "_grouped_mm"}
 _PRODUCTS_ADDED = {"addmm", "baddbmm"}
 ATTENTION_PREFIX = "_scaled_dot_product_"
-# The output has the shape of the input, not its values.
+# The output has the shape of the input, not its values; or it tells which vectors are zero, which
+# factors and rotations leave so.
 FACTORIES = {
     *("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like", "zero"),
-    *("new_ones", "new_full", "ones_like", "full_like", "fill"),
+    *("new_ones", "new_full", "ones_like", "full_like", "fill", "any"),
 }
 # The output holds the values of the input, unchanged and in the same order.
 VIEWS = {"view", "_unsafe_view", "reshape", "clone", "alias", "detach"}

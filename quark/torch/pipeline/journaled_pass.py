@@ -22,8 +22,8 @@ from quark.torch.graph.parameter_writes import record_writes, write_
 from quark.torch.graph.residency import residency_of, resident
 from quark.torch.pipeline.journal import Entry, Journal
 from quark.torch.pipeline.processes import processes
-from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 
 

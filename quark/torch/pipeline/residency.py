@@ -30,8 +30,8 @@ from quark.torch.pipeline.memory_limit import MemoryLimit
 from quark.torch.pipeline.read_ahead import ReadAhead, Source
 from quark.torch.pipeline.scratch import Scratch
 from quark.torch.pipeline.unit_cache import Unit, UnitCache
-from quark.torch.quantization.nn.experts import LinearExperts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.quantizer import PARTS, TensorQuantizer
 
 

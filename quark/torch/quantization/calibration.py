@@ -24,8 +24,9 @@ from quark.torch.quantization.cache_scales import search_head_scales, searches_h
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.match import matches
 from quark.torch.quantization.config.tensor_names import PARAMETERS
-from quark.torch.quantization.nn.experts import LinearExperts, corresponding_experts
+from quark.torch.quantization.nn.experts import corresponding_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.quantizer import PARTS, QuantizedTensor, TensorQuantizer
 from quark.torch.quantization.plan import Plan
 from quark.torch.quantization.preparation import quantized_layers

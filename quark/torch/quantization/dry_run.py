@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from quark.torch.graph.bare_copy import bare_copy
-from quark.torch.quantization.nn.experts import LinearExperts, is_stacked
+from quark.torch.quantization.nn.experts import is_stacked
 from quark.torch.quantization.nn.layer import is_linear
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 
 def zero_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:

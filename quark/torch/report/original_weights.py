@@ -13,7 +13,8 @@ from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_model import check_float_model
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
 from quark.torch.export.recognition import open_dequantized, recognize_container
-from quark.torch.quantization.nn.experts import LinearExperts, split_experts
+from quark.torch.quantization.nn.experts import split_experts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 
 class OriginalWeights:

@@ -90,7 +90,7 @@ class TestTheBytesOfMemory:
         assert json.loads(files["generation_config.json"])["max_length"] == 33
 
     @pytest.mark.parametrize(
-        "name", ["tied", "biases", "mixtral", "gpt2", "nemotron"], ids=lambda name: name
+        "name", ["tied", "biases", "mixtral", "llama4", "gpt2", "nemotron"], ids=lambda name: name
     )
     def test_architectures_in_several_shards(self, name, source, compare):
         files = compare(config_of("int4_wo_per_channel"), source(name, "40KB"), size=10_000)
@@ -114,10 +114,11 @@ class TestTheBytesOfMemory:
         scales = [tensors[f"model.layers.0.self_attn.{n}_proj.weight_scale_2"] for n in "qkv"]
         assert torch.equal(scales[0], scales[1]) and torch.equal(scales[1], scales[2])
 
-    def test_some_experts(self, source, compare):
+    @pytest.mark.parametrize("name", ["mixtral", "llama4"])
+    def test_some_experts(self, name, source, compare):
         """The float ones are split too, or stay stacked where a layer has no other."""
         exclude = ["lm_head", "*.layers.0.*experts.[01].*", "*.layers.1.*experts.*"]
-        compare(config_of("int8_wo", exclude), source("mixtral"))
+        compare(config_of("int8_wo", exclude), source(name))
 
     @pytest.mark.parametrize(
         ("mode", "name"),

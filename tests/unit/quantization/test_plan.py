@@ -11,7 +11,7 @@ from quark.torch.quantization.config.algo import SmoothQuantConfig
 from quark.torch.quantization.config.config import Config
 from quark.torch.quantization.config.presets import scheme
 from quark.torch.quantization.nn.attention import AttentionRoute
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 from quark.torch.quantization.plan import PREPARATIONS, prepare
 from quark.torch.quantization.preparation import quantized_layers

@@ -16,7 +16,7 @@ from quark.torch.export.checkpoint.reader import Loading, Reader, zero_offset
 from quark.torch.export.checkpoint.value_checks import check_layer_values
 from quark.torch.numerics.finite import check_finite
 from quark.torch.quantization.config.tensor_names import LOW_RANK, PRESCALE
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.packed import PackedLayer
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.match import first_match, literal, matches
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.operators import is_operator_module
 
 

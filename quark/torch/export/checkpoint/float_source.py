@@ -19,7 +19,7 @@ from quark.torch.export.checkpoint.transformers_names import (
     remember_conversions,
     rename_for_model,
 )
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 
 def open_float_model(

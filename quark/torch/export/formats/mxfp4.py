@@ -47,7 +47,7 @@ class Mxfp4Format(ThirdPartyFormat):
     def check_model(self, model: nn.Module) -> None:
         """Record the stacked parameters of experts; ``layer_problem`` refuses other layers."""
         from quark.torch.export.formats.stacked_experts import ExpertStacks
-        from quark.torch.quantization.nn.experts import LinearExperts
+        from quark.torch.quantization.nn.linear_experts import LinearExperts
 
         stacks: dict[str, list[str]] = {}
         for path, module in model.named_modules():

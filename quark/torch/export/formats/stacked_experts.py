@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from quark.torch.export.checkpoint.files import TensorHeader
-from quark.torch.quantization.nn.experts import LinearExperts, Stack
+from quark.torch.quantization.nn.linear_experts import LinearExperts, Stack
 
 
 class StackedTensor(NamedTuple):

@@ -96,7 +96,7 @@ class TorchaoFormat(ThirdPartyFormat):
         Raises:
             ValueError: It has.
         """
-        from quark.torch.quantization.nn.experts import LinearExperts
+        from quark.torch.quantization.nn.linear_experts import LinearExperts
 
         name = next((n for n, m in model.named_modules() if isinstance(m, LinearExperts)), None)
         if name is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quark.torch.quantization.nn.experts import LinearExperts, split_experts
+from quark.torch.quantization.nn.experts import split_experts
 from quark.torch.quantization.nn.layer import change_class
+from quark.torch.quantization.nn.routed_experts import RoutedExperts
 
 
-class OnnxExperts(LinearExperts):
+class OnnxExperts(RoutedExperts):
     """A layer of experts in which each expert computes only the tokens routed to it.
 
     NonZero selects the tokens of an expert, so their number depends on the data of each run, not
@@ -41,5 +42,5 @@ def make_experts_traceable(model: nn.Module) -> None:
     """Replace all layers of experts, quantized or not, by ``OnnxExperts``, in place."""
     split_experts(model)
     for module in list(model.modules()):
-        if isinstance(module, LinearExperts):
+        if isinstance(module, RoutedExperts):
             change_class(module, OnnxExperts)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from quark.torch.quantization.nn.experts import LinearExperts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """The experts that routers choose for tokens, before and after a model is quantized.
 
-The layer of experts receives the choices as its second argument, whatever the router is.
+The layer of experts receives the choices as its second argument, whatever the router is. If it has
+one argument, its inputs tell them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quark.torch.quantization.nn.experts import LinearExperts, is_stacked
+from quark.torch.quantization.nn.experts import is_stacked
+from quark.torch.quantization.nn.grouped_experts import chosen_experts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 
 class RouterChoices:
@@ -38,8 +41,12 @@ class RouterChoices:
     def _hook(self, name: str) -> Any:
         parts = self._parts.setdefault(name, [])
 
-        def take(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
+        def take(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            given = [*args, *kwargs.values()]
+            if len(given) == 1:
+                chosen = chosen_experts(given[0], module.num_experts)
+            else:
+                chosen = args[1] if len(args) > 1 else kwargs["top_k_index"]
             parts.append(chosen.detach().to("cpu", torch.int32))
 
         return take

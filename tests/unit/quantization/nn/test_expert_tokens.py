@@ -6,7 +6,8 @@ import torch
 from quark.torch import ModelQuantizer, collect_statistics
 from quark.torch.quantization.config.algo import AutoRoundConfig, GPTQConfig
 from quark.torch.quantization.nn.expert_tokens import all_experts_observed, count_tokens
-from quark.torch.quantization.nn.experts import LinearExperts, split_experts
+from quark.torch.quantization.nn.experts import split_experts
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from tests.configurations import preset, quantized
 from tests.models.architectures import build, small_config, tokens
 

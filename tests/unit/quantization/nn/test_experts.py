@@ -7,13 +7,9 @@ import torch
 from torch import nn
 
 from quark.torch import ModelQuantizer
-from quark.torch.quantization.nn.experts import (
-    LinearExperts,
-    corresponding_experts,
-    split_experts,
-    stack_experts,
-)
+from quark.torch.quantization.nn.experts import corresponding_experts, split_experts, stack_experts
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 
 # Names of the linear layers of an expert, as checkpoints of the architecture have them.
 MODELS = {

@@ -7,7 +7,7 @@ from quark.torch.quantization.nn.experts import split_experts
 from quark.torch.quantization.nn.router_choices import RouterChoices, describe_agreement
 from tests.models.architectures import build, small_config, tokens
 
-KINDS = ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "granitemoe", "jamba"]
+KINDS = ["mixtral", "qwen3_moe", "glm4_moe", "gpt_oss", "granitemoe", "jamba", "llama4_text"]
 
 
 def choices_of(model, batches):
