@@ -147,7 +147,7 @@ def test_a_model_on_several_devices(name, count, names, small, data):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("memory", [None, PLENTY])
-@pytest.mark.parametrize("family", ["mixtral", "bart"])
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", "bart"])
 def test_other_models(family, memory, names, data, tmp_path):
     """Experts, and a decoder that reads the states of an encoder, in memory and in parts."""
     model_of(family).save_pretrained(tmp_path / "float")
@@ -188,10 +188,12 @@ def test_the_devices_share_the_memory_for_activations(names, small, monkeypatch)
     assert limits == [500, 500]
 
 
-def test_experts(names, data):
+@pytest.mark.parametrize("kind", ["mixtral", "llama4_text"])
+def test_experts(kind, names, data):
     """Tokens of experts are counted on all devices."""
     devices = names(2)
-    shape = small_config("mixtral", num_hidden_layers=1, attn_implementation="eager")
+    sizes = {"num_hidden_layers": 1, "num_experts_per_tok": 1 + (kind == "mixtral")}
+    shape = small_config(kind, attn_implementation="eager", **sizes)
     one, several = (build(shape, torch.float32).to(devices[0]) for _ in range(2))
     assert_same(
         quantized(several, preset("int8"), data, devices),
