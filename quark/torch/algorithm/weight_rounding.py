@@ -171,23 +171,31 @@ def pool_expert_statistics(stacks: Iterable[list[str]], grams: dict[str, Gram]) 
         grams: Statistics by name of the layer.
     """
     for names in stacks:
-        present = [grams[n] for n in names if n in grams and grams[n].total is not None]
-        tokens = sum(gram.tokens for gram in present)
-        if not tokens:
+        found = {id(grams[n]): grams[n] for n in names if n in grams}  # layers may share one
+        own = [gram for gram in found.values() if not gram.is_pooled]
+        tokens = sum(gram.tokens for gram in own)
+        pool, noise = _sum(gram.total for gram in own), _sum(gram.noise for gram in own)
+        if pool is None or not tokens:
             continue
-        pool = torch.stack([g.total for g in present if g.total is not None]).sum(0) / tokens
-        noises = [gram.noise for gram in present if gram.noise is not None]
-        noise = torch.stack(noises).sum(0) / tokens if noises else None
         weight = len(pool) / 4
-        for name in names:
-            gram = grams.get(name)
-            if gram is None or gram.is_pooled:
-                continue
-            gram.total = weight * pool + (0 if gram.total is None else gram.total)
+        pool.mul_(weight / tokens)
+        if noise is not None:
+            noise.mul_(weight / tokens)
+        for gram in own:
+            gram.total = pool.clone() if gram.total is None else gram.total.add_(pool)
             if noise is not None:
-                gram.noise = weight * noise + (0 if gram.noise is None else gram.noise)
+                gram.noise = noise.clone() if gram.noise is None else gram.noise.add_(noise)
             gram.tokens += weight
             gram.is_pooled = True
+
+
+def _sum(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the sum of tensors in the memory of one; None if there are none."""
+    total = None
+    for tensor in tensors:
+        if tensor is not None:
+            total = tensor.clone() if total is None else total.add_(tensor)
+    return total
 
 
 def round_by_input(

@@ -73,9 +73,8 @@ class BlockShape(NamedTuple):
 
     @property
     def pooling(self) -> int:
-        """Bytes that mixing these sums among experts takes: pooled ones, a stack, and copies."""
-        routed = {x.shared_input: x.inputs for x in self.layers if x.share < 1}
-        return 3 * sum(width * width * FLOAT32 for width in routed.values())
+        """Bytes that mixing these sums among experts takes: those of all experts."""
+        return self.largest(lambda x: FLOAT32 * x.inputs**2 if x.share < 1 else 0)
 
     def largest(self, size: Callable[[LayerShape], int]) -> int:
         """Return the largest value of a function of a layer; 0 without layers."""
