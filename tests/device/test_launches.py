@@ -94,7 +94,7 @@ PANELS = {
     "gptq": (GPTQConfig(), Budget(3600, 64)),
     "gptaq": (GPTAQConfig(), Budget(6280, 187)),
     "qronos": (QronosConfig(), Budget(6280, 187)),
-    "yaqa": (YaqaConfig(), Budget(19300, 272)),
+    "yaqa": (YaqaConfig(), Budget(41500, 272)),
 }
 
 

@@ -107,7 +107,7 @@ def _sweep_(
         part = slice(start, start + step)
         chunk, own = rows[part], output_hessian[part, part]
         others = output_hessian[part] @ errors - own @ errors[part]
-        target = weight[chunk] + torch.linalg.solve(own, others)
+        target = weight[chunk] + torch.linalg.solve_ex(own, others).result  # O is damped
         values = result[chunk]
 
         def descend(

@@ -199,9 +199,9 @@ class FittingRounder(ColumnRounder):
         # Example: rows 4 and 9 under two multiples are rows 4, 9, 4, 9 here. If the first has the
         # least error under the second multiple, and the second under the first: 2 and 1 stay.
         count, chosen = len(multiples), self.rows[rows]
-        old = self.scales.values[chosen].repeat(count, 1)
-        by = torch.tensor(multiples, device=old.device).repeat_interleave(len(rows))
-        old = _round_scale(old * by.unsqueeze(1), old, self.scheme)
+        kept = self.scales.values[chosen]
+        tried = torch.cat([kept * multiple for multiple in multiples])
+        old = _round_scale(tried, tried, self.scheme)
         factors = _spread(old, self.factors.select_rows(rows.repeat(count)))
         targets = target.repeat(count, 1)
         values = attempt(targets, ColumnRounder(factors, self.scheme))
