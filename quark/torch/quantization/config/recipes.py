@@ -25,10 +25,10 @@ _R1R2R4 = {"name": "rotation", "r1": True, "r2": True, "r4": True}
 # made whose name ends in "_rotated". Reasons: docs/mixed-precision.md. A check fails if
 # benchmarks/three_texts.json has a better row.
 RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
-    "w8": ("int8_wo", (_YAQA,)),
+    "w8": ("int8_wo", (_DAMPED_YAQA,)),
     "w4": ("int4_wo_signed_128", (_AWQ, _YAQA)),
     "w3": ("int3_wo_signed_128", (_DAMPED_YAQA,)),
-    "w2": ("w_int2_per_group_asym", (_YAQA,)),
+    "w2": ("w_int2_per_group_asym", (_DAMPED_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
     "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
     "w8a8_dynamic": ("ptpc_int8", (_SEARCHED_SMOOTH, _GPTQ)),
