@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -18,6 +19,8 @@ from quark.torch.replacement import hold, partial_directory, place, recover
 if TYPE_CHECKING:
     import torch
 
+
+logger = logging.getLogger("quark")
 
 # Called with the number of bytes that will be written, opens the directory to write them to.
 Target = Callable[[int], AbstractContextManager[Path]]
@@ -62,28 +65,46 @@ def fresh_directory(
                 announce(partial)
             place(partial, target)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory, and warn if that fails: its error must not hide that of the work."""
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        logger.warning("%s cannot be removed. Remove it by hand.", directory)
 
 
 def check_vacant(path: str | Path, overwrite: bool = False) -> None:
     """Check that ``path`` can be written, and does not hold anything that must not be replaced.
 
     Raises:
-        FileExistsError: It is a file, or a directory that is not empty; with ``overwrite``, a
-            directory with files that no earlier output has.
-        OSError: Nothing can be written there.
+        FileExistsError: It is a file or a mount point, or a directory that is not empty; with
+            ``overwrite``, a directory with files that no earlier output has.
+        OSError: Nothing can be written there, or the name is too long for the names of temporary
+            directories that are made of it.
     """
     target = Path(path).resolve()
     recover(target)
     _check_replaceable(target, overwrite)
     parent = next(p for p in target.parents if p.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=parent):
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.probing-", dir=parent):
             pass
     except OSError as error:
-        raise type(error)(
-            f"nothing can be written to {parent} ({error.strerror}). Choose another directory."
-        ) from None
+        raise _refusal(parent, error) from None
+    if target.is_dir():  # it is replaced, and its files are removed
+        try:
+            with tempfile.TemporaryFile(dir=target):
+                pass
+        except OSError as error:
+            raise _refusal(target, error) from None
+
+
+def _refusal(directory: Path, error: OSError) -> OSError:
+    return type(error)(
+        f"nothing can be written to {directory} ({error.strerror}). Choose another directory."
+    )
 
 
 def check_space(path: str | Path, needed: int) -> None:
@@ -115,13 +136,19 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
+    if os.path.ismount(target):
+        raise FileExistsError(
+            f"{target} is a mount point, which cannot be replaced: choose a directory in it."
+        )
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file: choose another name, or remove it.")
     if target.is_dir() and not any(target.iterdir()):
         return
-    if target.exists() and not (overwrite and target.is_dir()):
+    if target.exists() and not overwrite:
         raise FileExistsError(
             f"{target} already exists: choose another directory, remove it, or pass overwrite=True."
         )
-    foreign = foreign_names(target) if target.is_dir() else []
+    foreign = foreign_names(target) if target.exists() else []
     if foreign:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise FileExistsError(

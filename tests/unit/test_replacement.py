@@ -1,10 +1,13 @@
 """Replacement of a directory: at every moment of every death, the old or the new one is whole."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -143,6 +146,53 @@ class TestLeftovers:
         ):
             write(tmp_path / "out", "new")
         assert contents(tmp_path / "out") == {}
+
+
+class TestRefusalsBeforeTheWork:
+    """A directory that could not be replaced was refused when the work was done."""
+
+    @pytest.mark.parametrize("overwrite", [True, False])
+    def test_a_mount_point(self, tmp_path, monkeypatch, overwrite):
+        target = tmp_path / "out"
+        target.mkdir()
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == target)
+        for write in (check_vacant, lambda *how: fresh_directory(*how).__enter__()):
+            with pytest.raises(FileExistsError, match=r"out is a mount point.*a directory in it"):
+                write(target, overwrite)
+        check_vacant(target / "model")
+        assert not list(target.iterdir())
+
+    @pytest.mark.parametrize("refuses", ["", "out"])
+    def test_directories_that_cannot_be_written(self, tmp_path, monkeypatch, refuses):
+        write(tmp_path / "out", "old")
+        make, make_file = tempfile.TemporaryDirectory, tempfile.TemporaryFile
+
+        def refuse(make, dir, **options):
+            if dir == tmp_path / refuses:
+                raise PermissionError(13, "Permission denied")
+            return make(dir=dir, **options)
+
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", partial(refuse, make))
+        monkeypatch.setattr(tempfile, "TemporaryFile", partial(refuse, make_file))
+        with pytest.raises(
+            PermissionError, match=rf"nothing can be written to {tmp_path}/?{refuses} "
+        ):
+            check_vacant(tmp_path / "out", overwrite=True)
+        assert contents(tmp_path / "out") == whole("old")
+
+    def test_a_name_that_temporary_names_exceed(self, tmp_path):
+        with pytest.raises(OSError, match=r"nothing can be written to .* \(File name too long\)"):
+            check_vacant(tmp_path / ("x" * 250))
+        write(tmp_path / ("x" * 230), "new")
+
+
+def test_what_cannot_be_removed_is_named(tmp_path, monkeypatch, caplog):
+    write(tmp_path / "out", "old")
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)
+    write(tmp_path / "out", "new")
+    (left,) = tmp_path.glob(".out.partial-*")
+    assert f"{left} cannot be removed" in caplog.text and contents(left) == whole("old")
+    assert contents(tmp_path / "out") == whole("new")
 
 
 def test_files_are_on_the_disk_before_the_rename(tmp_path, monkeypatch):

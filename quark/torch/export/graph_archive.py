@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_unflatten
 
 from quark.torch.export.archive_check import checked_archive
+from quark.torch.export.checkpoint.value_checks import check_graph_values
 from quark.torch.graph.trace import iter_tensors
 from quark.torch.numerics.custom_operators import register_custom_operators
 from quark.torch.numerics.enumerations import RoundType
@@ -108,7 +109,8 @@ def load_graph_archive(path: str | Path) -> fx.GraphModule:
 
     Raises:
         FileNotFoundError: There is no file.
-        ValueError: It is no such archive, or has contents that could run code.
+        ValueError: It is no such archive, has contents that could run code, or a weight or a scale
+            is NaN or infinite.
     """
     register_custom_operators()
     content = checked_archive(path)
@@ -119,6 +121,10 @@ def load_graph_archive(path: str | Path) -> fx.GraphModule:
             f"{path}: torch {torch.__version__} cannot open the archive: "
             f"{type(error).__name__}: {error}"
         ) from error
+    try:
+        check_graph_values(graph)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     for name in ("train", "eval"):
         vars(graph).pop(name, None)  # an exported graph refuses to change its mode
     return graph.eval()

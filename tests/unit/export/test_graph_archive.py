@@ -154,3 +154,48 @@ def test_an_archive_may_lie_beside_other_outputs(tmp_path):
     with pytest.raises(FileExistsError, match=r"holds notes.txt"):
         save_params(graph, "c", (x,), export_dir=tmp_path / "d", **options)
     assert not (tmp_path / "d/c_quantized.pth").exists()
+
+
+class TestValuesThatAreNotFinite:
+    """They are refused, as in safetensors."""
+
+    def load(self, path, layer, change):
+        model = frozen("unet", LAYERS[layer])
+        program = torch.export.load(io.BytesIO(graph_archive(model, tuple(images(1)))))
+        change(program)
+        torch.export.save(program, path / "net.pth")
+        return load_graph_archive(path / "net.pth")
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("name", ["out.weight", "up.bias", "down._weight_quantizer.scale"])
+    def test_in_tensors(self, tmp_path, name, value):
+        def change(program):
+            program.state_dict[name].data.view(-1)[-1:] = value
+
+        with pytest.raises(ValueError, match=rf"net\.pth: {name} has NaN or infinite values"):
+            self.load(tmp_path, "bfp16", change)
+
+    @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+    def test_in_numbers_of_the_graph(self, tmp_path, value):
+        def change(program):
+            product = torch.ops.aten.mul.Tensor
+            node = next(n for n in program.graph.nodes if n.target is product)
+            node.args = (node.args[0], value)
+
+        with pytest.raises(ValueError, match=f"multiplies by {value}, expected a finite scale"):
+            self.load(tmp_path, "int8", change)
+
+    def test_masks_may_hold_infinity(self, tmp_path):
+        class Masked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("mask", torch.tensor([0.0, -torch.inf, 0.0, 0.0]))
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return (self.linear(x) + self.mask).softmax(-1)
+
+        model, x = Masked().eval(), torch.randn(2, 4)
+        torch.export.save(torch.export.export(model, (x,)), tmp_path / "net.pth")
+        loaded = load_graph_archive(tmp_path / "net.pth")
+        assert loaded(x).equal(model(x))

@@ -13,6 +13,7 @@ from quark.torch.export.checkpoint.architecture import empty_model, model_class,
 from quark.torch.export.checkpoint.files import CheckpointReader
 from quark.torch.export.checkpoint.float_model import match_headers
 from quark.torch.export.checkpoint.header_checks import tied_names
+from quark.torch.export.checkpoint.parameter_types import kept_types
 from quark.torch.export.checkpoint.reader import Reader
 from quark.torch.export.checkpoint.transformers_names import (
     ConvertedReader,
@@ -71,16 +72,9 @@ def open_float_model(
 
 def _set_types(model: Any, dtype: torch.dtype) -> None:
     """Give tensors that Transformers keeps in float32 that type."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    wide = model._get_dtype_plan(dtype)
-    if not wide:
-        return
-    pattern, patterns, _ = build_glob_alternation(list(wide))
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        match = pattern.search(name)
-        if match is not None:
-            tensor.data = tensor.data.to(wide[patterns[match.lastgroup]])
+    state = model.state_dict(keep_vars=True)
+    for name, kind in kept_types(model, dtype).items():
+        state[name].data = state[name].data.to(kind)
 
 
 def _untie_different(model: Any, reader: Reader) -> None:

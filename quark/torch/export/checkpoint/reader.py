@@ -17,6 +17,7 @@ from quark.torch.export.checkpoint.expert_names import rename_experts, with_stor
 from quark.torch.export.checkpoint.files import TensorHeader
 from quark.torch.export.checkpoint.header_checks import check_headers, tied_names
 from quark.torch.export.checkpoint.low_rank_config import declare_low_rank
+from quark.torch.export.checkpoint.parameter_types import with_usual_type
 from quark.torch.export.checkpoint.placement import place_of, places_of, put_tensor, tie
 from quark.torch.export.checkpoint.rotation_config import declare_rotation, rotates_keys
 from quark.torch.export.checkpoint.transformers_names import rename_for_model
@@ -229,8 +230,9 @@ def check_stored(
         reader: Tensors of the checkpoint.
 
     Returns:
-        The reader under the names of the model; the state that the model will have, on the meta
-        device; names of tied tensors -> names of the tensors that they are tied to.
+        The reader under the names of the model, its float tensors in types that fit together; the
+        state that the model will have, on the meta device; names of tied tensors -> names of the
+        tensors that they are tied to.
 
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.
@@ -240,15 +242,15 @@ def check_stored(
     outline = outline_of(model, fmt, layers)
     tied = {n: s for n, s in tied_names(model).items() if n in outline and s in outline}
     _check(model, outline, _optional(fmt, layers, tied), fmt, reader)
-    return reader, outline, tied
+    return with_usual_type(reader, model, fmt, outline, layers), outline, tied
 
 
 def load(model: nn.Module, fmt: ExportFormat, reader: Reader) -> nn.Module:
     """Fill ``model`` in place with the tensors of a checkpoint and return it.
 
     Everything is checked against the headers before the model is touched. Values it had are
-    dropped, types are those of the checkpoint. Parameters on the meta device are never made in
-    float, so memory peaks at the size of the checkpoint.
+    dropped, types are those of the checkpoint (``with_usual_type``). Parameters on the meta device
+    are never made in float, so memory peaks at the size of the checkpoint.
 
     Raises:
         ValueError: Tensors are missing, unexpected, or of the wrong shape or type.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import isfinite
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from quark.torch.export.formats.layouts.packed import PackedLayout
 from quark.torch.numerics.codec import decode
@@ -38,6 +39,36 @@ def check_values(modules: Iterable[tuple[str, nn.Module]]) -> None:
         probabilities = module._modules.get(PROBABILITIES)
         if isinstance(probabilities, TensorQuantizer):
             _check_probabilities(probabilities.scale, name)
+
+
+def check_graph_values(graph: fx.GraphModule) -> None:
+    """Check the values of a graph that was read from an archive: weights, scales, factors.
+
+    Parameters and scales are finite, and other buffers are no NaN: masks may hold infinity. Numbers
+    by which the graph multiplies are finite: they are the scales of integers.
+
+    Args:
+        graph: The graph, in operators of torch and of this package.
+
+    Raises:
+        ValueError: A value is not sound. The message names its tensor or node.
+    """
+    for name, parameter in graph.named_parameters():
+        check_finite(name, parameter)
+    for name, buffer in graph.named_buffers():
+        is_scale = name.rpartition(".")[2].startswith("scale")
+        is_bad = not is_finite(buffer) if is_scale else bool(buffer.isnan().any())
+        if is_bad:
+            raise ValueError(
+                f"{name} has NaN or infinite values: the archive is damaged. Export it again."
+            )
+    for node in graph.graph.nodes:
+        is_product = node.target is torch.ops.aten.mul.Tensor
+        if is_product and not all(isfinite(x) for x in node.args if isinstance(x, float)):
+            raise ValueError(
+                f"{node.name} multiplies by {node.args[1]}, expected a finite scale: the archive "
+                "is damaged. Export it again."
+            )
 
 
 def _check_probabilities(scale: torch.Tensor | None, name: str) -> None:

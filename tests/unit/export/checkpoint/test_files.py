@@ -51,7 +51,7 @@ class TestFreshDirectory:
     @pytest.mark.parametrize("overwrite", [False, True])
     def test_a_file_is_never_replaced(self, tmp_path, overwrite):
         (tmp_path / "out").write_text("kept")
-        with pytest.raises(FileExistsError, match="out already exists: choose another"):
+        with pytest.raises(FileExistsError, match="out is a file: choose another name"):
             self.write(tmp_path / "out", overwrite=overwrite)
         assert tree(tmp_path) == {"out": b"kept"}
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quark.cli.main import main
-from quark.torch import ModelImporter
+from quark.torch import ModelExporter, ModelImporter
 from quark.torch.export.recognition import load_checkpoint, load_in_float
 from tests.configurations import config, groups, spec
 
@@ -87,6 +87,26 @@ def test_codes(damaged, dtype, code, reader):
 def test_scales(damaged, reader):
     path = damaged(lambda t: t[f"{LAYER}.weight_scale"].view(-1)[:1].fill_(torch.inf))
     with pytest.raises(ValueError, match=f"{LAYER}.weight_scale: 1 of .* not sound"):
+        READERS[reader](path)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (NORM, torch.nan, f"{NORM} has NaN or infinite values"),
+        (f"{LAYER}.weight_scale", torch.nan, f"{LAYER}.weight_scale: 1 of .* not sound"),
+        (f"{LAYER}.weight_scale", torch.inf, f"{LAYER}.weight_scale: 1 of .* not sound"),
+    ],
+)
+@pytest.mark.sampled(2, covers=True)
+def test_the_native_format(build, quantize, tmp_path, name, value, message, reader):
+    path = tmp_path / "native"
+    ModelExporter(export_dir=path).export_quark_model(quantize(build(), config(groups("int4"))))
+    tensors = torch.load(path / "model_state_dict.pth", weights_only=True)
+    tensors[name].view(-1)[:1].fill_(value)
+    torch.save(tensors, path / "model_state_dict.pth")
+    with pytest.raises(ValueError, match=message):
         READERS[reader](path)
 
 

@@ -90,10 +90,10 @@ class TestRefusals:
         (tmp_path / "file").write_text("kept")
         (tmp_path / "used").mkdir()
         (tmp_path / "used" / "file").write_text("kept")
-        for name in ("file", "used"):
+        for name, message in (("file", "is a file: choose"), ("used", "already exists: choose")):
             exporter = ModelExporter(tmp_path / name)
             for write in (exporter.export_safetensors_model, exporter.export_quark_model):
-                with pytest.raises(FileExistsError, match=f"{name} already exists: choose"):
+                with pytest.raises(FileExistsError, match=f"{name} {message}"):
                     write(model)
         assert contents(tmp_path / "used") == {"file": b"kept"}
         assert (tmp_path / "file").read_text() == "kept"
