@@ -200,7 +200,8 @@ class FittingRounder(ColumnRounder):
         # least error under the second multiple, and the second under the first: 2 and 1 stay.
         count, chosen = len(multiples), self.rows[rows]
         old = self.scales.values[chosen].repeat(count, 1)
-        by = torch.tensor(multiples, device=old.device).repeat_interleave(len(rows))
+        by = torch.tensor(multiples, dtype=torch.float32, device=old.device)
+        by = by.repeat_interleave(len(rows))
         old = _round_scale(old * by.unsqueeze(1), old, self.scheme)
         factors = _spread(old, self.factors.select_rows(rows.repeat(count)))
         targets = target.repeat(count, 1)
