@@ -194,7 +194,8 @@ def _map_values(batch: Any, change: Callable[[Any], Any]) -> Any:
     if hasattr(batch, "items"):
         return {key: change(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(change(value) for value in batch)
+        make = getattr(batch, "_make", type(batch))  # a named tuple takes its items one by one
+        return make(change(value) for value in batch)
     return change(batch)
 
 
@@ -272,7 +273,7 @@ def show_progress(items: Any, what: str) -> Any:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    """Return a value for the model to read; a tensor lies on the device, and gradients may use it."""
+    """Return a value as an argument of the model: tensors on a device, none of inference mode."""
     if not isinstance(value, torch.Tensor):
         return value
     moved = value.to(device)
