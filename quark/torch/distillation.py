@@ -313,7 +313,8 @@ class _Run:
         for name, parameter in self.trained.parameters.items():
             moments = {"exp_avg": state["mean"][name], "exp_avg_sq": state["square"][name]}
             moved = {key: value.to(parameter.device) for key, value in moments.items()}
-            self._optimizer.state[parameter] = {"step": torch.tensor(float(step)), **moved}
+            count = torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            self._optimizer.state[parameter] = {"step": count, **moved}
 
     def train(self, sequences: list[Any], step: int) -> bool:
         """Train on the next sequences; return whether the loss was finite."""

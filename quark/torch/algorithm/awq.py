@@ -128,7 +128,7 @@ def _rescale(
     if not edits:
         return
     tokens = sum(grams[n].tokens for n, _, _ in edits)
-    magnitude = torch.zeros(group.size, device=edits[0][1].weight.device)
+    magnitude = torch.zeros(group.size, device=edits[0][1].weight.device, dtype=torch.float32)
     for name, _, edit in edits:
         total = grams[name].magnitude
         assert total is not None

@@ -128,7 +128,7 @@ def _by_channel(layer: nn.Module, y: torch.Tensor) -> torch.Tensor:
 
 def _amounts(context: Context, group: RescalingGroup, outputs: ChannelRange) -> torch.Tensor:
     """Return what can leave each channel of a group, (size,) float64 on the CPU, not negative."""
-    amounts = torch.full((group.size,), torch.inf, dtype=torch.float64)
+    amounts = torch.full((group.size,), torch.inf, dtype=torch.float64, device="cpu")
     if outputs.lo is None:
         return torch.zeros_like(amounts)
     for edit in _vectors(context, group):

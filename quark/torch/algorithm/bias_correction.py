@@ -85,7 +85,7 @@ class MeanError:
 
     def tensors(self) -> State:
         """Return the sum and the count."""
-        return self._total, torch.tensor(self.count, dtype=torch.float64)
+        return self._total, torch.tensor(self.count, dtype=torch.float64, device="cpu")
 
     def set_tensors(self, tensors: State) -> None:
         """Replace the sum and the count."""

@@ -170,7 +170,7 @@ def sample_batches(block: Block, sequences: int) -> Iterator[list[int]]:
     numbers = list(rows)
     count = 0
     while True:
-        for place in torch.randperm(len(numbers), generator=generator).tolist():
+        for place in torch.randperm(len(numbers), generator=generator, device="cpu").tolist():
             sample.append(numbers[place])
             count += rows[numbers[place]]
             if count >= sequences:

@@ -136,7 +136,7 @@ def _ranges(context: Context, group: RescalingGroup, sign: int) -> torch.Tensor:
         group: The group.
         sign: -1 for weights that are divided by the factors, 1 for those that are multiplied.
     """
-    largest = torch.zeros(group.size, dtype=torch.float64)
+    largest = torch.zeros(group.size, dtype=torch.float64, device="cpu")
     for edit in group.edits:
         weight = context.model.get_parameter(edit.parameter).detach()
         if edit.power * sign > 0 and weight.dim() > 1:  # biases and caps have one axis

@@ -142,7 +142,7 @@ def _rows_rounded_once(scheme: Scheme, has_zeros: bool) -> int | None:
         is none, which is logged. The first answer is kept for this process.
     """
     values, factor, rounding = _sample(scheme, has_zeros)
-    order = torch.arange(len(values) - 1, -1, -1)
+    order = torch.arange(len(values) - 1, -1, -1, device="cpu")
 
     def result(multiple: int | None) -> torch.Tensor:
         given = values.clone(), torch.empty_like(values), torch.empty_like(values)
@@ -175,18 +175,24 @@ def _sample(scheme: Scheme, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor
     count, rows = _PROVED
     fmt = scheme.fmt
     reach = fmt.max_value if fmt.is_float else float(fmt.qmax)
-    scale = torch.rand(count, rows, generator=random) + 0.1
+    scale = torch.rand(count, rows, generator=random, dtype=torch.float32, device="cpu") + 0.1
     if scheme.scales_by_powers:
-        scale = 2.0 ** torch.randint(-9, 3, (count, rows), generator=random)
-    ratios = torch.randn(count, rows, generator=random) * (reach / 2 + 1)
+        scale = 2.0 ** torch.randint(-9, 3, (count, rows), generator=random, device="cpu")
+    ratios = torch.randn(count, rows, generator=random, dtype=torch.float32, device="cpu") * (
+        reach / 2 + 1
+    )
     ratios[:, ::3] = (ratios[:, ::3] * 4).round() / 4
     ratios[:, ::5] *= 1e-3
     zeros = None
     if has_zeros:
-        zeros = torch.randint(fmt.qmin, fmt.qmax + 1, (count, rows), generator=random).float()
+        zeros = torch.randint(
+            fmt.qmin, fmt.qmax + 1, (count, rows), generator=random, device="cpu"
+        ).float()
         if scheme.float_zero_point:
             zeros[:, 1::2] += 0.3
-    factor = torch.randn(count, count, generator=random).triu_().div_(count)
-    factor.diagonal().copy_(torch.rand(count, generator=random) + 0.5)
+    factor = torch.randn(count, count, generator=random, dtype=torch.float32, device="cpu")
+    factor.triu_().div_(count)
+    diagonal = torch.rand(count, generator=random, dtype=torch.float32, device="cpu")
+    factor.diagonal().copy_(diagonal + 0.5)
     rounding = ColumnRounder(Factors(scale, scale.reciprocal(), zeros), scheme)
     return ratios * scale, factor, rounding

@@ -140,7 +140,9 @@ def low_rank_factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, tor
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     else:
         generator = torch.Generator().manual_seed(0)
-        sketch = torch.randn(matrix.shape[1], width, generator=generator).to(matrix)
+        sketch = torch.randn(
+            matrix.shape[1], width, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(matrix)
         basis = torch.linalg.qr(matrix @ sketch).Q
         for _ in range(ITERATIONS):
             basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
@@ -212,7 +214,7 @@ def _choose_factors(layers: Layers, sample: InputSample, options: SVDQuantConfig
         options: Options of the algorithm.
     """
     first = next(iter(layers.values()))
-    none = torch.ones(first.input_width, device=first.weight.device)
+    none = torch.ones(first.input_width, device=first.weight.device, dtype=torch.float32)
     if sample.is_empty or first.input_rotation is not None:
         return none  # experts without tokens; rotations spread outliers already
     inputs = sample.range.amax

@@ -221,7 +221,9 @@ def fisher_loss(logits: torch.Tensor, mask: torch.Tensor | None, first: int = 0)
 def _draw_signs(seed: int, shape: torch.Size) -> torch.Tensor:
     """Return random numbers of -1 and 1, int8."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, shape, generator=random, dtype=torch.int8).mul_(2).sub_(1)
+    return (
+        torch.randint(0, 2, shape, generator=random, dtype=torch.int8, device="cpu").mul_(2).sub_(1)
+    )
 
 
 def work(options: YaqaConfig, block: BlockShape, data: DataShape) -> Work:

@@ -78,7 +78,7 @@ def resample(samples: torch.Tensor, rate: int, new_rate: int) -> torch.Tensor:
         return samples
     count = max(1, round(len(samples) * new_rate / rate))
     spectrum = torch.fft.rfft(samples.double())
-    resized = torch.zeros(count // 2 + 1, dtype=spectrum.dtype)
+    resized = torch.zeros(count // 2 + 1, dtype=spectrum.dtype, device="cpu")
     kept = min(len(spectrum), len(resized))
     resized[:kept] = spectrum[:kept]
     values: torch.Tensor = torch.fft.irfft(resized, count) * (count / len(samples))
@@ -96,12 +96,12 @@ def _read_wave(path: Path) -> tuple[torch.Tensor, int]:
         data = bytearray(file.readframes(file.getnframes()))
         width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
     if not data:
-        return torch.zeros(0, channels), rate
+        return torch.zeros(0, channels, dtype=torch.float32, device="cpu"), rate
     octets = torch.frombuffer(data, dtype=torch.uint8).view(-1, width).long()
     if width == 1:  # unsigned, unlike wider ones
         values = octets[:, 0] - 128
     else:
-        values = (octets << 8 * torch.arange(width)).sum(1)  # the lowest byte first
+        values = (octets << 8 * torch.arange(width, device="cpu")).sum(1)  # the lowest byte first
         values = torch.where(values >= 1 << (8 * width - 1), values - (1 << 8 * width), values)
     return (values / float(1 << (8 * width - 1))).float().view(-1, channels), rate
 

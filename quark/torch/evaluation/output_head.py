@@ -177,7 +177,7 @@ class _Parts:
         change a bit of the other, and in reverse order. Hooks of others do not see this.
         """
         pair = _slice(self._shape[1] - 2, self._shape[1])
-        factors = torch.tensor([1.0, _STRENGTH])
+        factors = torch.tensor([1.0, _STRENGTH], dtype=torch.float32, device="cpu")
         try:
             with self._unobserved():
                 logits = self.logits(pair)

@@ -105,9 +105,11 @@ def _document_tokens(text: str, tokenizer: Tokenizer) -> torch.Tensor:
     # verbose=False: no warning about the length of the text, which is cut afterwards
     tokens = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     if len(tokens) == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     marked = [tokenizer.bos_token_id, *tokens, tokenizer.eos_token_id]
-    return torch.tensor([token for token in marked if token is not None], dtype=torch.int64)
+    return torch.tensor(
+        [token for token in marked if token is not None], dtype=torch.int64, device="cpu"
+    )
 
 
 # ---------------------------------------------------------------------------------- perplexity
@@ -208,7 +210,7 @@ def window_loss_steps(
     check_next_token(model)
     batch_size = _fitting_batch_size(model, batch_size, windows.shape[1])
     batches = torch.split(windows.to(torch.int64), batch_size)
-    sums = torch.zeros(len(windows), dtype=torch.float64)
+    sums = torch.zeros(len(windows), dtype=torch.float64, device="cpu")
 
     def keep_losses(index: int, losses: torch.Tensor) -> None:
         if not losses.isfinite().all():
@@ -285,7 +287,7 @@ def _compute_losses(
     head = OutputHead(model)
 
     def compute(run: Callable[[], Any], tokens: torch.Tensor) -> torch.Tensor:
-        losses = torch.zeros(len(tokens), dtype=torch.float64)
+        losses = torch.zeros(len(tokens), dtype=torch.float64, device="cpu")
 
         def add(first: int, logits: torch.Tensor) -> None:
             losses.add_(_window_losses(logits, tokens, first, context))

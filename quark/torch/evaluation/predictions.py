@@ -100,7 +100,7 @@ class Reference:
         self.predictions: Predictions | None = None
         self._positions = positions
         self.agreement: dict[str, float] = {}
-        self._losses = torch.zeros(0)
+        self._losses = torch.zeros(0, dtype=torch.float32, device="cpu")
         self._choices = RouterChoices()
         self._kept = _Kept(store)
 
@@ -255,7 +255,9 @@ class _Divergences:
     def __init__(self, kept: _Kept, windows: int) -> None:
         self._kept = kept
         self._round = self._part = 0
-        self.sums, self.counts, self.same = torch.zeros(3, windows, dtype=torch.float64)
+        self.sums, self.counts, self.same = torch.zeros(
+            3, windows, dtype=torch.float64, device="cpu"
+        )
 
     def add(self, first: int, log_probs: torch.Tensor) -> None:
         """Add positions of windows from ``first`` on, (windows, positions, vocabulary) float32."""

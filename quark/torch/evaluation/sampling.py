@@ -79,9 +79,11 @@ def sample_sequences(
     )
     device = next(model.parameters()).device
     for start in show_progress(range(0, count, BATCH), "sampling text"):
-        seeds = torch.randint(SEEDS, (min(BATCH, count - start),), generator=random).tolist()
+        seeds = torch.randint(
+            SEEDS, (min(BATCH, count - start),), generator=random, device="cpu"
+        ).tolist()
         draws = [torch.Generator().manual_seed(own) for own in seeds]
-        first = [torch.randint(words, (1, 1), generator=draw) for draw in draws]
+        first = [torch.randint(words, (1, 1), generator=draw, device="cpu") for draw in draws]
         tokens = torch.cat(first).to(device)
         drawing = LogitsProcessorList([_Draw(draws)])
         with eval_mode(model), float_products(), _plain_generation(model) as writer:
@@ -119,7 +121,9 @@ class _Draw:
 
     def __call__(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Return logits that are finite for the drawn tokens only, (sequences, words)."""
-        numbers = [torch.rand(1, generator=draw, dtype=torch.float64) for draw in self._draws]
+        numbers = [
+            torch.rand(1, generator=draw, dtype=torch.float64, device="cpu") for draw in self._draws
+        ]
         cumulative = logits.double().softmax(-1).cumsum(-1)
         if not bool(cumulative[:, -1].isfinite().all()):
             raise ValueError("the predictions of the model are not finite numbers.")

@@ -162,7 +162,9 @@ def verify_graph_tensors(model: fx.GraphModule, loaded: fx.GraphModule, size: in
 
 
 def _compare(expected: torch.Tensor, actual: torch.Tensor, verdict: Verdict) -> Verdict:
-    likely = expected > -torch.tensor(float(expected.shape[-1])).log()
+    likely = (
+        expected > -torch.tensor(float(expected.shape[-1]), dtype=torch.float32, device="cpu").log()
+    )
     errors, spread = (actual - expected)[likely], float(expected.std())
     verdict = verdict._replace(difference=float(errors.abs().max()), spread=spread)
     check_agreement(float(errors.square().mean().sqrt()) <= TOLERANCE * spread, verdict)
@@ -193,7 +195,7 @@ def random_text(model: nn.Module) -> torch.Tensor:
         )
     length = min(TOKENS, getattr(text, "max_position_embeddings", None) or TOKENS)
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(0, text.vocab_size, (ROWS, length), generator=generator)
+    return torch.randint(0, text.vocab_size, (ROWS, length), generator=generator, device="cpu")
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ def _coordinates(shape: torch.Size) -> tuple[torch.Tensor, ...]:
     for axis, size in enumerate(shape):
         view = [1] * len(shape)
         view[axis] = size
-        grid.append(torch.arange(size).view(view).expand(shape))
+        grid.append(torch.arange(size, device="cpu").view(view).expand(shape))
     return tuple(grid)
 
 

@@ -84,14 +84,14 @@ def _is_part_of_base(op: Op) -> bool:
     """Whether a view that was written to lies within a contiguous base tensor."""
     base, _, (stride, shape, view_stride, offset) = op.args
     end = offset + sum((n - 1) * s for n, s in zip(shape, view_stride, strict=True))
-    contiguous = torch.empty(base.shape, device="meta").stride()
+    contiguous = torch.empty(base.shape, device="meta", dtype=torch.float32).stride()
     return bool(stride == contiguous and offset >= 0 and end < base.shape.numel())
 
 
 def _get_labels(value: Value, labels: Mapping[int, torch.Tensor]) -> torch.Tensor:
     if value.number in labels:
         return labels[value.number]
-    return torch.tensor(-1).expand(value.shape)
+    return torch.tensor(-1, device="cpu").expand(value.shape)
 
 
 def labels_vary(labels: torch.Tensor, dim: int) -> bool:

@@ -53,7 +53,7 @@ class Edit:
         parameter = model.get_parameter(self.parameter)
         wide = torch.promote_types(parameter.dtype, torch.float32)
         wide = torch.float64 if parameter.dtype == wide else wide
-        one = torch.ones(1, dtype=torch.float64)
+        one = torch.ones(1, dtype=torch.float64, device="cpu")
         # Index -1 selects the 1.0 after the factors.
         multiplier = torch.cat([factors.detach().cpu().double(), one])[self.index] ** self.power
         multiplier = multiplier.to(parameter.device, wide)

@@ -126,7 +126,9 @@ def _count_subnormal_steps(
 @cache
 def _steps_above_normal(value: float, fmt: Format) -> int:
     """Return the bits of a value of bfloat16 minus those of the smallest normal number."""
-    bits = torch.tensor([value, 2.0**fmt.min_exponent], dtype=torch.bfloat16).view(torch.int16)
+    bits = torch.tensor([value, 2.0**fmt.min_exponent], dtype=torch.bfloat16, device="cpu").view(
+        torch.int16
+    )
     return int(bits[0]) - int(bits[1])
 
 

@@ -135,7 +135,7 @@ def fake_quantize_learned(
     if not torch.is_grad_enabled():
         return _fake_quantize(x, scale, zero_point, None, scheme.text)
     if not isinstance(slope, torch.Tensor):
-        slope = torch.full((), slope, device=x.device)
+        slope = torch.full((), slope, dtype=torch.float32, device=x.device)
     return _fake_quantize_learned(x, parameter, scale, zero_point, slope, scheme.text)
 
 

@@ -44,7 +44,9 @@ def _flag_finite(x: torch.Tensor) -> torch.Tensor:
     if least:
         stored = x.view(torch.uint8)
         largest = find_largest(stored, 127)
-        return (stored & 127).max() < least if largest is None else torch.tensor(largest < least)
+        if largest is None:
+            return (stored & 127).max() < least
+        return torch.tensor(largest < least, device="cpu")
     ends = find_extremes(x.view(-1), (0,)) if x.is_contiguous() else None
     if ends is None:
         ends = (x.float() if x.itemsize == 1 else x).aminmax()
@@ -61,7 +63,7 @@ def _least_infinite(dtype: torch.dtype) -> int:
     Returns:
         The code; 0 if the largest of all codes without their signs does not tell.
     """
-    codes = torch.arange(128, dtype=torch.uint8)
+    codes = torch.arange(128, dtype=torch.uint8, device="cpu")
     is_bad = ~codes.view(dtype).float().isfinite()
     is_symmetric = torch.equal(is_bad, ~(codes + 128).view(dtype).float().isfinite())
     least = 128 - int(is_bad.sum())

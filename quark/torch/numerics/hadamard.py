@@ -55,7 +55,7 @@ def hadamard(n: int, device: torch.device | str | None = None) -> torch.Tensor:
     # Gather the cores in few factors of similar size, because products with these are fast.
     # Example, n = 2560: cores 20 and seven times 2 go to two factors, of orders 40 and 64.
     bins = [1] * max(1, math.ceil(math.log(n, FACTOR) - 1e-9))
-    gathered = [torch.ones(1, 1, dtype=torch.int8) for _ in bins]
+    gathered = [torch.ones(1, 1, dtype=torch.int8, device="cpu") for _ in bins]
     for order in orders:
         least = min(range(len(bins)), key=lambda i: bins[i])
         bins[least] *= order
@@ -68,7 +68,7 @@ def hadamard(n: int, device: torch.device | str | None = None) -> torch.Tensor:
 
 def random_hadamard(n: int, generator: torch.Generator) -> torch.Tensor:
     """Return a Hadamard matrix (n, n) int8 whose rows are multiplied by random signs."""
-    signs = torch.randint(0, 2, (n, 1), generator=generator, dtype=torch.int8) * 2 - 1
+    signs = torch.randint(0, 2, (n, 1), generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
     return signs * hadamard(n)
 
 
@@ -130,20 +130,20 @@ def _prime_power(q: int) -> tuple[int, int] | None:
 def _core(n: int) -> torch.Tensor:
     """Return the Hadamard matrix of order ``n`` from the construction of Sylvester or Paley."""
     if n <= 2:
-        return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)[:n, :n]
+        return torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")[:n, :n]
     field = _paley_field(n)
     assert field is not None
     residues = _residues(*field)
     q = len(residues)
-    bordered = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    bordered = torch.ones(q + 1, q + 1, dtype=torch.int8, device="cpu")
     bordered[1:, 1:] = residues
     bordered[0, 0] = 0
-    one = torch.eye(q + 1, dtype=torch.int8)
+    one = torch.eye(q + 1, dtype=torch.int8, device="cpu")
     if q % 4 == 3:
         bordered[1:, 0] = -1
         return bordered + one
-    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
-    minus = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
+    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8, device="cpu")
+    minus = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8, device="cpu")
     return torch.kron(bordered, plus) + torch.kron(one, minus)
 
 
@@ -157,11 +157,11 @@ def _residues(p: int, k: int) -> torch.Tensor:
     powers = next(
         found for rule in product(range(p), repeat=k) if len(found := _powers(rule, p)) == p**k - 1
     )
-    base = torch.tensor([p**i for i in range(k)])
-    character = torch.zeros(p**k, dtype=torch.int8)
-    numbers = (torch.tensor(powers) * base).sum(-1)
+    base = torch.tensor([p**i for i in range(k)], device="cpu")
+    character = torch.zeros(p**k, dtype=torch.int8, device="cpu")
+    numbers = (torch.tensor(powers, device="cpu") * base).sum(-1)
     character[numbers[0::2]], character[numbers[1::2]] = 1, -1
-    digits = torch.arange(p**k)[:, None] // base % p  # (q, k)
+    digits = torch.arange(p**k, device="cpu")[:, None] // base % p  # (q, k)
     return character[((digits[:, None] - digits) % p * base).sum(-1)]
 
 

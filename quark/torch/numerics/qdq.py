@@ -278,13 +278,13 @@ def _is_counted(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> bool:
 def _count_codes(x: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Return the codes of a bfloat16 tensor by ``round_bfloat16_to_codes``."""
     blocks = scheme.blocks(x.shape)
-    out = torch.empty(blocks.padded, dtype=scheme.fmt.code_dtype)
+    out = torch.empty(blocks.padded, dtype=scheme.fmt.code_dtype, device="cpu")
     scales = blocks.spread(scale.float())
     views = blocks.split(x.view(torch.int16)), out.view(blocks.view)
-    scratch = torch.empty(3, 0, dtype=torch.int16)
+    scratch = torch.empty(3, 0, dtype=torch.int16, device="cpu")
     for src, dst, by in _pieces(*views, Factors(scales, scales, None), CHUNK // 2):
         if not scratch.numel():  # the first piece is the largest
-            scratch = torch.empty(3, src.numel(), dtype=torch.int16)
+            scratch = torch.empty(3, src.numel(), dtype=torch.int16, device="cpu")
         dst.copy_(round_bfloat16_to_codes(src, by.scale, scheme.fmt, scratch))
     return blocks.join(out).reshape(x.shape)
 

@@ -58,7 +58,7 @@ def _extremes(view: torch.Tensor, reduced: tuple[int, ...]) -> tuple[torch.Tenso
     ends = []
     pieces = torch.split(view, max(1, _PIECE * len(view) // view.numel()))
     is_wide = view.dtype == torch.float32 and not is_short
-    buffer = torch.empty(0 if is_wide else pieces[0].numel())
+    buffer = torch.empty(0 if is_wide else pieces[0].numel(), dtype=torch.float32, device="cpu")
     for piece in pieces:
         wide = piece.movedim(-1, 0) if is_short else piece
         if not is_wide:  # one buffer for all pieces: new memory would take time for each

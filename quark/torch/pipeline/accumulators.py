@@ -131,7 +131,8 @@ class Gram:
 
     def tensors(self) -> State:
         """Return the sums and the number of tokens."""
-        return self._total, self._magnitude, torch.tensor(self.tokens, dtype=torch.float64)
+        tokens = torch.tensor(self.tokens, dtype=torch.float64, device="cpu")
+        return self._total, self._magnitude, tokens
 
     def set_tensors(self, tensors: State) -> None:
         """Replace the sums and the number of tokens."""
@@ -258,14 +259,14 @@ class TokenSample:
     def __init__(self, size: int, start: int = 0) -> None:
         self.size = size
         self.tokens: torch.Tensor | None = None
-        self._priorities = torch.empty(0, dtype=torch.int64)
+        self._priorities = torch.empty(0, dtype=torch.int64, device="cpu")
         self._count = start
 
     def __call__(self, x: torch.Tensor) -> None:
         """Observe (tokens, channels)."""
         if not len(x):
             return
-        index = torch.arange(self._count, self._count + len(x))
+        index = torch.arange(self._count, self._count + len(x), device="cpu")
         self._count += len(x)
         # i · STRIDE mod 2³² is i / φ mod 1 in units of 2⁻³². Tokens 0 … 7 have the priorities 0,
         # 0.62, 0.24, 0.85, 0.47, 0.09, 0.71, 0.33: a sample of 4 keeps tokens 0, 2, 5, 7.

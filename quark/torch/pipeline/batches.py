@@ -54,7 +54,7 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
     device = _device_of(model)
     with float_products(), _missing_arguments(model):
         if isinstance(batch, torch.Tensor):
-            return model(batch.to(device))
+            return model(_to(batch, device))
         if hasattr(batch, "items"):
             return model(**{key: _to(value, device) for key, value in batch.items()})
         if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], torch.Tensor):
@@ -194,7 +194,8 @@ def _map_values(batch: Any, change: Callable[[Any], Any]) -> Any:
     if hasattr(batch, "items"):
         return {key: change(value) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return type(batch)(change(value) for value in batch)
+        make = getattr(batch, "_make", type(batch))  # a named tuple takes its items one by one
+        return make(change(value) for value in batch)
     return change(batch)
 
 
@@ -272,4 +273,8 @@ def show_progress(items: Any, what: str) -> Any:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
+    """Return a value as an argument of the model: tensors on a device, none of inference mode."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    moved = value.to(device)
+    return moved.clone() if moved.is_inference() else moved

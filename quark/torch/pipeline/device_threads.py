@@ -187,7 +187,7 @@ def run_on_devices(devices: Sequence[torch.device], work: Callable[[int], T]) ->
     module = torch.get_device_module(devices[0])
     for device in devices:
         # Torch loads its linear algebra on the first use, which threads must not do together.
-        torch.linalg.cholesky(torch.eye(1, device=device))
+        torch.linalg.cholesky(torch.eye(1, device=device, dtype=torch.float32))
         module.synchronize(device)  # threads do not know the streams of this one
     meeting = Meeting(len(devices))
     results: dict[int, T] = {}

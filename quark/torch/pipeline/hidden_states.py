@@ -129,4 +129,5 @@ class OutputForms:
 
 def _with_item(output: Any, place: int, x: torch.Tensor) -> Any:
     """Return a tuple with another item in a place."""
-    return type(output)((*output[:place], x, *output[place + 1 :]))
+    make = getattr(output, "_make", type(output))  # a named tuple takes its items one by one
+    return make((*output[:place], x, *output[place + 1 :]))

@@ -78,7 +78,7 @@ class _WithRandomSequences:
             names = [name for name in _TOKENS if name in sequence]
             return {**sequence, **{n: self._replace(sequence[n], number) for n in names}}
         generator = torch.Generator().manual_seed(number)
-        drawn = torch.randint(self._words, sequence.shape, generator=generator)
+        drawn = torch.randint(self._words, sequence.shape, generator=generator, device="cpu")
         return drawn.to(sequence.device, sequence.dtype)
 
 

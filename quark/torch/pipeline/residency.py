@@ -380,5 +380,5 @@ def is_placeholder(x: torch.Tensor) -> bool:
 
 def placeholder(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the shape and type of another one that holds one element: NaN."""
-    missing = torch.tensor(torch.nan if x.is_floating_point() else 0)
+    missing = torch.tensor(torch.nan if x.is_floating_point() else 0, device="cpu")
     return missing.to(device, x.dtype).expand(x.shape)

@@ -113,4 +113,4 @@ def with_strides(x: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor with its axes in another order in memory, by which products round."""
     if x.stride() == strides:
         return x
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype).copy_(x)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device="cpu").copy_(x)

@@ -20,12 +20,9 @@ from quark.torch.export.containers.safetensors import CopiedFiles
 from quark.torch.export.file_to_file import quantize_files
 from quark.torch.graph.float_products import widens_products
 from quark.torch.graph.parameter_writes import Recorder, announce_write, record_writes
+from quark.torch.graph.plain_mode import plain_mode
 from quark.torch.graph.residency import iterate_parts, residency_of
-from quark.torch.pipeline.activation_store import (
-    activation_limit,
-    current_limit,
-    offload_directory,
-)
+from quark.torch.pipeline.activation_store import activation_limit, current_limit, offload_directory
 from quark.torch.pipeline.data_source import hold_in_memory
 from quark.torch.pipeline.journal import Journal
 from quark.torch.pipeline.model_state import restored_on_failure
@@ -118,6 +115,8 @@ class ModelQuantizer:
                 ``offload_dir``.
             ProcessFailure: Another process of the process group failed.
 
+        Autocast and inference mode are off meanwhile: the model runs in its own types.
+
         After an exception of any kind, an interrupt included, the model is as it was, bit for bit.
         For that, values that algorithms change are kept until the end: up to 1 GiB in main memory,
         more in temporary files.
@@ -132,7 +131,7 @@ class ModelQuantizer:
         check_mode(model, self.config)
         if self.config.quant_mode is QuantizationMode.fx_graph_mode:
             return self._quantize_graph(model, dataloader, statistics)  # type: ignore[return-value]
-        with self._activations(model), restored_on_failure(model) as record:
+        with self._surroundings(model), restored_on_failure(model) as record:
             return self.quantize_recorded(model, dataloader, statistics, record)
 
     def check_journal(
@@ -153,7 +152,7 @@ class ModelQuantizer:
         """
         if self.journal is None or not self.journal.describe():
             return
-        with self._activations(model), joined():
+        with self._surroundings(model), joined():
             _begin(self.journal, model, check(model, self.config, dataloader, statistics))
 
     def _quantize_graph(
@@ -165,7 +164,7 @@ class ModelQuantizer:
             if value:
                 raise ValueError(f"{name}: graphs are quantized without it. Pass a dataloader.")
         _log_to_terminal(self.config.log_severity_level)
-        with self._activations(graph):
+        with self._surroundings(graph):
             return quantize_graph(graph, self.config, dataloader)
 
     def quantize_recorded(
@@ -207,7 +206,7 @@ class ModelQuantizer:
     ) -> Model:
         """Quantize a model as one of the processes, or threads of devices, that there are."""
         journal = None if self.journal is None else self.journal.for_this_thread()
-        with self._activations(model), joined():
+        with self._surroundings(model), joined():
             plan = check(model, self.config, dataloader, statistics)
             check_processes(model, plan)
             announce_kept(model, plan.layers, plan.config)
@@ -229,12 +228,13 @@ class ModelQuantizer:
         return model
 
     @contextmanager
-    def _activations(self, model: nn.Module) -> Iterator[None]:
-        """Set where activations go that do not fit into memory, and how much fits."""
+    def _surroundings(self, model: nn.Module) -> Iterator[None]:
+        """Set where activations go, how much memory they take, and the modes of torch."""
         residency = residency_of(model)
         limit = current_limit() if residency is None else residency.activation_limit
         threads = processes().count  # of devices: processes are not joined yet
-        with offload_directory(self.offload_dir), activation_limit(limit // threads):
+        bound = activation_limit(limit // threads)
+        with offload_directory(self.offload_dir), bound, plain_mode(model):
             yield
 
     def direct_quantize_checkpoint(

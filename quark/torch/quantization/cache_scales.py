@@ -106,7 +106,7 @@ class _Search:
             assert layer is not None
             least, best = errors.min(0)
             best = best.where(least < errors[_FIRST], _FIRST)
-            factors = torch.tensor(FACTORS, device=best.device)[best]
+            factors = torch.tensor(FACTORS, dtype=torch.float32, device=best.device)[best]
             quantizer = _quantizer(layer)
             quantizer.scale = _scaled(quantizer, quantizer.scale, factors)
 

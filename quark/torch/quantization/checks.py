@@ -174,7 +174,8 @@ def check_cached_outputs(model: nn.Module, config: Config) -> None:
     """
     operators = [name for name, module in model.named_modules() if is_operator_module(module)]
     layers = layers_to_prove(model, operators, resolve_names(config, model))
-    ids, mask = torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 1, 8, 8)  # no values are read
+    ids = torch.zeros(1, 8, dtype=torch.int64, device="cpu")  # no values are read
+    mask = torch.zeros(1, 1, 8, 8, dtype=torch.float32, device="cpu")
 
     def run() -> None:
         with suppress(Exception):
@@ -326,7 +327,7 @@ def _trial_batch(model: nn.Module, batches: Iterable[Any] | None) -> Any:
                 f"{type(model).__name__} {reason}: pass a dataloader with a batch, which runs the "
                 "model."
             )
-        [first] = complete_batches(model, [torch.arange(32).unsqueeze(0) % words])
+        [first] = complete_batches(model, [torch.arange(32, device="cpu").unsqueeze(0) % words])
     return take_excerpt(first)
 
 

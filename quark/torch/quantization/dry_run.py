@@ -18,17 +18,17 @@ def zero_batch(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Return a batch of zeros for a model of Transformers; None if its shape is not known."""
     config: Any = getattr(model, "config", None)
     argument = getattr(model, "main_input_name", None)
-    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device="cpu")
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     if argument == "input_ids":
         batch = {argument: tokens}
     elif argument == "input_values":
-        batch = {argument: torch.zeros(1, 16000, dtype=dtype)}  # a second of sound
+        batch = {argument: torch.zeros(1, 16000, dtype=dtype, device="cpu")}  # a second of sound
     elif argument == "pixel_values":
         size = getattr(config, "image_size", 224)
         rows, columns = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        batch = {argument: torch.zeros(1, channels, rows, columns, dtype=dtype)}
+        batch = {argument: torch.zeros(1, channels, rows, columns, dtype=dtype, device="cpu")}
     else:
         return None
     if getattr(config, "is_encoder_decoder", False):
@@ -47,7 +47,7 @@ def without_products(model: nn.Module) -> nn.Module:
     for module in copied.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device="cpu")
         if isinstance(module, nn.Linear) and is_linear(type(module)):
             module.forward = partial(zero_products, module.out_features)  # type: ignore[method-assign]
         elif isinstance(module, LinearExperts) or is_stacked(module):
@@ -56,7 +56,9 @@ def without_products(model: nn.Module) -> nn.Module:
 
 
 def _without_values(x: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(torch.zeros((), dtype=x.dtype).expand(x.shape), requires_grad=False)
+    return nn.Parameter(
+        torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape), requires_grad=False
+    )
 
 
 def zero_products(width: int, x: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def measure_speed(model: Any, tokens: torch.Tensor, new_tokens: int) -> Speed:
         prompt.append(tokens.shape[1] / first)
         # A disturbed first token must not make the rest infinitely fast.
         new.append((new_tokens - 1) / max(seconds(new_tokens) - first, 1e-6))
-    rates = [torch.tensor(values, dtype=torch.float64) for values in (prompt, new)]
+    rates = [torch.tensor(values, dtype=torch.float64, device="cpu") for values in (prompt, new)]
     means = [(float(values.mean()), standard_error(values)) for values in rates]
     on_gpu = device.type == "cuda"
     return Speed(

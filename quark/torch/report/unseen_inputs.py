@@ -95,7 +95,9 @@ class TokenInputs:
 
     def __init__(self, names: Sequence[str], windows: torch.Tensor, store: ActivationStore) -> None:
         self.windows = windows
-        self.tokens = torch.arange(0, windows.numel(), max(1, -(-windows.numel() // SAMPLE)))
+        self.tokens = torch.arange(
+            0, windows.numel(), max(1, -(-windows.numel() // SAMPLE)), device="cpu"
+        )
         self._names = names
         self._store = store
         self._counts = dict.fromkeys(names, 0)
@@ -168,7 +170,7 @@ def find_unseen_inputs(inputs: TokenInputs, calibration: CalibrationText) -> Uns
     """
     statistics, decode = calibration
     layers: dict[str, tuple[float, float]] = {}
-    ratios = torch.zeros(len(inputs.tokens), dtype=torch.float64)
+    ratios = torch.zeros(len(inputs.tokens), dtype=torch.float64, device="cpu")
     for name in show_progress(inputs.layers, "inputs"):
         gram, sample = statistics.inputs[name].mean(), statistics.sample(name)
         if gram is None or sample is None or not gram.any():
@@ -179,7 +181,8 @@ def find_unseen_inputs(inputs: TokenInputs, calibration: CalibrationText) -> Uns
         ratios += ours[0] / ours[1].clamp(min=torch.finfo(torch.float64).tiny) / shares[1]
     if not layers:
         return None
-    text, usual = torch.tensor(list(layers.values())).median(0).values.tolist()
+    each = torch.tensor(list(layers.values()), dtype=torch.float32, device="cpu")
+    text, usual = each.median(0).values.tolist()
     tokens = _list_tokens(inputs, ratios / len(layers), decode)
     return UnseenInputs(text, usual, layers, tokens)
 

@@ -50,10 +50,12 @@ class Frontier:
         #   0 steps: 17 14 14 14
         #   1 step:   -  12  9  9
         #   3 steps:  -   -  -  8  ->  best = (17, 12, 9, 8), choices (0, 1, 1, 2)
-        best = torch.zeros(largest + 1, dtype=torch.float64)
+        best = torch.zeros(largest + 1, dtype=torch.float64, device="cpu")
         choices = []
         for steps, losses in zip(self._steps, self.losses, strict=True):
-            options = torch.full((len(steps), largest + 1), torch.inf, dtype=torch.float64)
+            options = torch.full(
+                (len(steps), largest + 1), torch.inf, dtype=torch.float64, device="cpu"
+            )
             for row, step, loss in zip(options, steps, losses, strict=True):
                 row[step:] = best[: largest + 1 - step] + loss
             best, choice = options.min(0)
@@ -77,6 +79,8 @@ class Frontier:
 
     def points(self) -> list[tuple[int, float]]:
         """Return (size, loss) of each budget that allows a smaller loss than all lower budgets."""
-        falls = torch.cat([torch.ones(1, dtype=torch.bool), self._best[1:] < self._best[:-1]])
+        falls = torch.cat(
+            [torch.ones(1, dtype=torch.bool, device="cpu"), self._best[1:] < self._best[:-1]]
+        )
         steps = falls.nonzero().flatten().tolist()
         return [(self.least + step * self._step, float(self._best[step])) for step in steps]

@@ -87,7 +87,7 @@ def _time_shape(
     device: torch.device | str,
 ) -> dict[str, float]:
     """Return the median seconds of one row of inputs in each format, which take turns."""
-    x = torch.randn(1, shape.inputs).to(device, shape.dtype)
+    x = torch.randn(1, shape.inputs, dtype=torch.float32, device="cpu").to(device, shape.dtype)
     timers = {
         fmt: Timer(
             "layer(x)",
@@ -111,7 +111,9 @@ def _packed_layer(
     linear: Any = nn.Linear(shape.inputs, shape.outputs, bias=False, device=device)
     model = nn.Sequential(linear.to(shape.dtype))
     quantizer = ModelQuantizer(Config(global_quant_config=config))
-    ranges = torch.randn(2, shape.inputs).to(device, shape.dtype)  # of static inputs
+    ranges = torch.randn(2, shape.inputs, dtype=torch.float32, device="cpu").to(
+        device, shape.dtype
+    )  # of static inputs
     frozen = quantizer.freeze(quantizer.quantize_model(model, [ranges]))
     [(_, layer)] = quantized_layers(frozen)
     fmt = QuarkFormat(Config(), JsonExporterConfig())

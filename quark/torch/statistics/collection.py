@@ -25,6 +25,7 @@ from quark.torch.algorithm.layers import block_layers, to_matrix
 from quark.torch.graph.alignment import align_parameters
 from quark.torch.graph.discovery import discover
 from quark.torch.graph.eval_mode import eval_mode
+from quark.torch.graph.plain_mode import plain_mode
 from quark.torch.graph.quantized_mark import marked
 from quark.torch.graph.residency import residency_of
 from quark.torch.graph.structure import Structure
@@ -114,7 +115,7 @@ def collect_statistics(
     align_parameters(model)
     batches = keep_rows_together(model, batches)
     first = next(iter(flatten_batches(batches)))
-    with marked(model), temporarily_split_experts(model):
+    with plain_mode(model), marked(model), temporarily_split_experts(model):
         check_parameters(model)
         structure = discover(model, lambda: run_batch(model, take_excerpt(first)))
         names = list(_find_linear_layers(model, structure))

@@ -144,7 +144,7 @@ def _join(errors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return errors of all calls, a single 0 if some are not known."""
     known = [error for error in errors if error is not None]
     is_complete = known and len(known) == len(errors)
-    return torch.cat(known) if is_complete else torch.zeros(1, dtype=torch.float64)
+    return torch.cat(known) if is_complete else torch.zeros(1, dtype=torch.float64, device="cpu")
 
 
 def _hidden_states(output: Any) -> torch.Tensor | None:

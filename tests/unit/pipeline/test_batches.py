@@ -1,5 +1,7 @@
 """Batches of every documented kind: how they run, what is padding, and what is a beginning."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,13 @@ from quark.torch.pipeline.data_source import make_repeatable
 
 IDS = torch.arange(3, 83).view(2, 40)
 ONES = torch.ones(2, 40, dtype=torch.long)
+
+
+class Named(NamedTuple):
+    """Arguments, as a collating function of an application may return them."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
 
 
 class Listener(nn.Module):
@@ -72,6 +81,7 @@ ROWS = {
     ),
     "of a tokenizer": (BatchEncoding({"x": IDS}), [{"x": IDS[:1]}, {"x": IDS[1:]}]),
     "arguments": ((IDS, ONES), [(IDS[:1], ONES[:1]), (IDS[1:], ONES[1:])]),
+    "named": (Named(IDS, ONES), [Named(IDS[:1], ONES[:1]), Named(IDS[1:], ONES[1:])]),
     "several": ([{"x": IDS[:1]}, {"x": ONES}], [{"x": IDS[:1]}, {"x": ONES[:1]}, {"x": ONES[1:]}]),
 }
 

@@ -1,5 +1,7 @@
 """Hidden states among the arguments and in the outputs of blocks."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -12,6 +14,13 @@ def test_hidden_states_by_position_or_by_name():
     assert split_hidden_states((), {"hidden_states": x, "mask": mask}) == (x, ((), {"mask": mask}))
 
 
+class Named(NamedTuple):
+    """What a block may return."""
+
+    states: torch.Tensor
+    weights: torch.Tensor | None = None
+
+
 X, OTHER = torch.ones(2, 3), torch.ones(4)
 
 
@@ -21,6 +30,7 @@ X, OTHER = torch.ones(2, 3), torch.ones(4)
         (X, 0, True),
         ((X,), 0, True),
         ((X, None), 0, True),
+        (Named(X), 0, True),
         ((None, X), 1, True),
         ((OTHER, X), 1, False),
         ((X, OTHER), 0, False),

@@ -148,7 +148,9 @@ def _classify_norm(name: str, modules: _Modules) -> StreamNorm:
     trial = copy.deepcopy(norm).float()
     generator = torch.Generator().manual_seed(0)
     # Large values, so that eps does not matter.
-    x = 100 * torch.randn(4, gain.numel(), generator=generator).to(gain.device)
+    x = 100 * torch.randn(
+        4, gain.numel(), generator=generator, dtype=torch.float32, device="cpu"
+    ).to(gain.device)
     odd = (trial(x) - trial(-x)) / 2  # without the bias
     for kind in ("rms", "layer"):
         vectors = x - x.mean(-1, keepdim=True) if kind == "layer" else x
@@ -178,7 +180,7 @@ def _find_value_heads(
         rows_axis, columns_axis = _find_axis(modules[v], 0), _find_axis(modules[o], 1)
         sources = [(f"{v}.weight", rows_axis)] + [(f"{v}.bias", 0)] * _has_bias(modules[v])
         positions: list[torch.Tensor] = [
-            torch.arange(model.get_parameter(f"{name}.weight").shape[axis])
+            torch.arange(model.get_parameter(f"{name}.weight").shape[axis], device="cpu")
             for name, axis in ((v, rows_axis), (o, columns_axis))
         ]
         if any(len(p) % size for p in positions):

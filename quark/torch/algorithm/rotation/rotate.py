@@ -258,7 +258,7 @@ def _plan_smoothing(
             )
     starts = tuple(f".{position}" for position in positions or ()) or ("",)
     return {
-        add_smoothing(edits, group): torch.zeros(group.size, dtype=torch.float64)
+        add_smoothing(edits, group): torch.zeros(group.size, dtype=torch.float64, device="cpu")
         for group in groups
         if f".{group.producer}".endswith(starts)
     }

@@ -70,7 +70,7 @@ class DequantizedReader:
         owner = self.loading.model.get_submodule(path)
         if not isinstance(owner, LinearExperts):
             return self.value(path, attribute, header.dtype)
-        values = torch.empty(header.shape, dtype=header.dtype)
+        values = torch.empty(header.shape, dtype=header.dtype, device="cpu")
         stack, kind = _stack_name(attribute)
         for place, part in owner.stacks[stack].split(values):
             part.copy_(self.value(f"{path}.{place}", kind, header.dtype))

@@ -215,7 +215,7 @@ class FloatSource:
         """
         for name, tensor in tensors.items():
             dtype = self._reader.entries[self.origin(name)].dtype
-            tensor.data = torch.zeros((), dtype=dtype).expand(tensor.shape)
+            tensor.data = torch.zeros((), dtype=dtype, device="cpu").expand(tensor.shape)
             self._types[name] = tensor.shape, dtype
 
     def origin(self, name: str) -> str:

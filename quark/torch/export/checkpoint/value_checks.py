@@ -158,8 +158,8 @@ def _scale_values(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         return scale.float()
     if scheme.shares_exponents:
         exponents = scale[..., 0] if scheme.fmt.sub_block else scale  # shifts follow, any bits
-        values = torch.ones(exponents.shape, device=scale.device)
+        values = torch.ones(exponents.shape, device=scale.device, dtype=torch.float32)
         return values.masked_fill(exponents == 255, torch.nan)
     if scheme.scale.fmt is not None:
         return decode(scale, scheme.scale.fmt)
-    return torch.ones(scale.shape, device=scale.device)
+    return torch.ones(scale.shape, device=scale.device, dtype=torch.float32)

@@ -96,6 +96,7 @@ def _token_ids(model: Any) -> dict[str, torch.Tensor]:
             f"arguments or a mapping of them. {type(model).__name__} is no language model of "
             "Transformers, for which tokens are one."
         )
-    ids = torch.arange(32).reshape(2, 16) * model.config.get_text_config().vocab_size // 32
+    words = model.config.get_text_config().vocab_size
+    ids = torch.arange(32, device="cpu").reshape(2, 16) * words // 32
     [inputs] = complete_batches(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     return dict(inputs)

@@ -220,7 +220,7 @@ class CompressedTensorsFormat(ThirdPartyFormat):
         if fmt is not None and "pack" in fmt:
             tensors["weight_packed"] = tensors.pop("weight")
         if fmt == PACKED:
-            tensors["weight_shape"] = torch.tensor(weight_shape(layer))
+            tensors["weight_shape"] = torch.tensor(weight_shape(layer), device="cpu")
         return tensors
 
     def stored_name(self, key: str) -> str:

@@ -177,7 +177,7 @@ class GptqFormat(ThirdPartyFormat):
 
         inputs = weight_shape(layer)[1]
         size = self.group_size if self.group_size > 0 else inputs
-        g_idx = torch.arange(inputs, dtype=torch.int32) // size
+        g_idx = torch.arange(inputs, dtype=torch.int32, device="cpu") // size
         return {"g_idx": g_idx, **super().layer_tensors(layer, scales)}  # act order overrides it
 
     def config_section(self) -> dict[str, Any]:

@@ -119,14 +119,16 @@ class TransformReader:
         order = f"{key.removesuffix('weight')}perm"
         if order in self.reader.entries:
             places = self.reader.tensor(order)
-            if not places.sort().values.equal(torch.arange(len(matrix)).to(places)):
+            if not places.sort().values.equal(torch.arange(len(matrix), device="cpu").to(places)):
                 raise ValueError(f"{order} is not an order of {len(matrix)} rows.")
             matrix = matrix[places.long()][:, places.long()]
         matrix = (matrix.T if is_inverse else matrix).contiguous()
         rotation = matrix / math.sqrt(len(matrix))
         # R Rᵀ x = x for a few random x: for all x, almost surely, and much faster than R Rᵀ = I.
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(len(matrix), _SAMPLES, generator=generator, dtype=torch.float64)
+        x = torch.randn(
+            len(matrix), _SAMPLES, generator=generator, dtype=torch.float64, device="cpu"
+        )
         if not (rotation @ (rotation.T @ x) - x).abs().max() < _TOLERANCE:
             raise ValueError(f"{key} is not orthogonal: the checkpoint is damaged.")
         is_signs = bool((matrix.abs() == 1).all())

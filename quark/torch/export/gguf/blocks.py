@@ -228,7 +228,7 @@ def unpack_blocks(
     """
     form = BLOCK_TYPES[kind]
     parts = _split_parts(blocks, form)
-    codes = torch.zeros((), dtype=torch.uint8)
+    codes = torch.zeros((), dtype=torch.uint8, device="cpu")
     low = 0
     for number, (bits, width) in enumerate(form.planes):
         codes = codes | split_plane(parts[number], bits, width) << low

@@ -88,7 +88,7 @@ class GgufValues:
         blocks = rows_of(match.file, stored, name, match.architecture, match.head)
         if kind in FLOAT_TYPES:
             return float_values(blocks, kind, name, match.architecture).to(match.dtype)
-        values = torch.empty(shape, dtype=match.dtype)
+        values = torch.empty(shape, dtype=match.dtype, device="cpu")
         matrix, rows = values.view(-1, shape[-1]), blocks.reshape(-1, blocks.shape[-1])
         step, scale = max(1, _ELEMENTS // shape[-1]), tensor_scale(match.file, stored)
         for start in range(0, len(matrix), step):
@@ -133,7 +133,7 @@ def _check_kind(kind: str, where: str) -> None:
     rows, bytes_per_block = 1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     try:
         gguf.dequantize(
-            torch.zeros(rows, bytes_per_block, dtype=torch.uint8).numpy(),
+            torch.zeros(rows, bytes_per_block, dtype=torch.uint8, device="cpu").numpy(),
             gguf.GGMLQuantizationType[kind],
         )
     except NotImplementedError:

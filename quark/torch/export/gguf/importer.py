@@ -155,7 +155,7 @@ def tensor_scale(file: GgufFile, name: str) -> torch.Tensor | None:
         return None
     stored = file.tensors.get(_scale_name(name))
     if stored is None:
-        return torch.ones(())
+        return torch.ones((), dtype=torch.float32, device="cpu")
     if stored.kind == "F32" and prod(stored.shape) == 1:
         scale = file.blocks(_scale_name(name)).clone().view(torch.float32).reshape(())
         if scale.isfinite() and scale > 0:

@@ -29,7 +29,7 @@ def interleaved_rows(rows: int, head: int) -> torch.Tensor:
     neighbours. So the halves of each head are interleaved: for heads of 6 rows, the rows
     0 1 2 3 4 5 are written in the order 0 3 1 4 2 5.
     """
-    return torch.arange(rows).reshape(-1, 2, head // 2).transpose(1, 2).flatten()
+    return torch.arange(rows, device="cpu").reshape(-1, 2, head // 2).transpose(1, 2).flatten()
 
 
 def frequency_factors(model: nn.Module, config: Any, head: int) -> torch.Tensor | None:
@@ -44,7 +44,7 @@ def frequency_factors(model: nn.Module, config: Any, head: int) -> torch.Tensor 
     if rope.get("rope_type") != "llama3":
         return None
     base = float(rope["rope_theta"])
-    unscaled = base ** -(torch.arange(0, head, 2, dtype=torch.float32) / head)
+    unscaled = base ** -(torch.arange(0, head, 2, dtype=torch.float32, device="cpu") / head)
     scaled = next(b for n, b in model.named_buffers() if n.endswith("rotary_emb.inv_freq"))
     return unscaled / scaled.cpu().float()
 

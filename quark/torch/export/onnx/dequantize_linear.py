@@ -123,7 +123,7 @@ def code_type(fmt: Format) -> str | None:
     if fmt.is_float and fmt.bits in _WIDTHS:
         return f"UINT{fmt.bits}"
     if fmt.is_float:
-        values = decode(torch.arange(1 << fmt.bits), fmt)
+        values = decode(torch.arange(1 << fmt.bits, device="cpu"), fmt)
         return DECODED if values.equal(values.to(torch.float8_e4m3fn).to(values.dtype)) else None
     bits = fmt.bits + (fmt.sub_block > 0)  # codes are doubled where sub-blocks have a larger step
     width = next((w for w in _WIDTHS if w >= bits), None)
@@ -181,7 +181,7 @@ def to_dequantize_inputs(state: QuantizedTensor) -> DequantizeInputs:
     if fmt.is_encoded and kind == DECODED:
         codes = decode(codes, fmt).to(torch.float8_e4m3fn)
     elif fmt.is_encoded:
-        table = decode(torch.arange(1 << fmt.bits), fmt)
+        table = decode(torch.arange(1 << fmt.bits, device="cpu"), fmt)
     if scheme.flat and scheme.qscheme in GROUPED and codes.dim() > 2:
         codes = codes.flatten(1)
     if fmt.sub_block:

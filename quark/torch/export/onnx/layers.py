@@ -146,4 +146,4 @@ def _rotation_matrix(layer: QuantizedLayer) -> torch.Tensor | None:
     rotation = layer.input_rotation
     if rotation is None:
         return None
-    return rotate(torch.eye(len(rotation), device=rotation.device), rotation)
+    return rotate(torch.eye(len(rotation), device=rotation.device, dtype=torch.float32), rotation)

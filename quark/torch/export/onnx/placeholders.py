@@ -114,13 +114,15 @@ class _ParameterNodes:
             kind = {"output_dtype": ir.DataType.FLOAT.value} if stored.scale_type else {}
             value = self.node("DequantizeLinear", *parts, **axis, **block, **kind)
         if stored.codes.shape != placeholder.shape:
-            value = self.node(
-                "Reshape", value, self.tensor("shape", torch.tensor(placeholder.shape))
-            )
+            shape = torch.tensor(placeholder.shape, dtype=torch.int64, device="cpu")
+            value = self.node("Reshape", value, self.tensor("shape", shape))
         if placeholder.dtype == torch.float16 and dtype == torch.float32:
             bounds = {"lowest": -FLOAT16_MAX, "largest": FLOAT16_MAX}
-            limits = (self.tensor(n, torch.tensor(bound)) for n, bound in bounds.items())
-            value = self.node("Clip", value, *limits)
+            limits = {
+                name: torch.tensor(bound, dtype=torch.float32, device="cpu")
+                for name, bound in bounds.items()
+            }
+            value = self.node("Clip", value, *(self.tensor(n, v) for n, v in limits.items()))
         if placeholder.dtype != dtype:
             value = self.node("Cast", value, to=_onnx_type(placeholder.dtype).value)
         return value

@@ -98,7 +98,7 @@ class FactorFlow:
         for number in aliases.numbers[parameter]:
             labels = aliases.by_number[number].coordinates[axis]
             self.flows[number] = FactorLabels(labels, 1)
-        self.stopped = torch.zeros(aliases.shapes[parameter][axis], dtype=torch.bool)
+        self.stopped = torch.zeros(aliases.shapes[parameter][axis], dtype=torch.bool, device="cpu")
         self.reason = ""
         self.biases: dict[str, dict[int, ParameterUse]] = defaultdict(dict)
         self.consumers: dict[str, dict[int, ParameterUse]] = defaultdict(dict)
@@ -265,7 +265,7 @@ class FactorFlow:
             self._stop_flow(flow, f"is added to another tensor {op.location}")
             return None
         positions = alias.coordinates[0].expand(flow.labels.shape)
-        vector = torch.full(self._aliases.shapes[alias.parameter], -1)
+        vector = torch.full(self._aliases.shapes[alias.parameter], -1, device="cpu")
         vector[positions] = flow.labels
         if not torch.equal(vector[positions], flow.labels):
             self._stop_flow(flow, f"shares the bias {alias.parameter}")
@@ -347,7 +347,7 @@ class FactorFlow:
             self.stop(own, f"is multiplied by {what} {op.location}")
             return
         axis, coordinates = match
-        labels = torch.full((self._aliases.shapes[alias.parameter][axis],), -1)
+        labels = torch.full((self._aliases.shapes[alias.parameter][axis],), -1, device="cpu")
         labels[coordinates] = vector
         self.consumers[alias.parameter][index] = ParameterUse(
             axis, labels, flow.power, alias.offset

@@ -135,7 +135,9 @@ def _rejection_reason(error: float, control: float) -> str | None:
 
 
 def _random_factors(size: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.exp2(torch.rand(size, generator=generator, dtype=torch.float64) * 2 - 1)
+    return torch.exp2(
+        torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
+    )
 
 
 @contextmanager

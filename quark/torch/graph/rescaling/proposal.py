@@ -96,8 +96,10 @@ def _make_group(
     free = reached & ~flow.stopped
     if not free.any():
         return Rejection(producer, consumers, flow.reason or "is read by no weight")
-    factors = torch.full((len(free) + 1,), -1)  # label -> factor; the last is that of label -1
-    factors[:-1][free] = torch.arange(int(free.sum()))
+    factors = torch.full(
+        (len(free) + 1,), -1, device="cpu"
+    )  # label -> factor; the last is that of label -1
+    factors[:-1][free] = torch.arange(int(free.sum()), device="cpu")
     edits = [Edit(parameter, axis, factors[:-1], -1, *offsets)]
     for name, uses in [*flow.biases.items(), *flow.consumers.items()]:
         use = next(iter(uses.values()))

@@ -122,7 +122,7 @@ def prove_value_heads(
 
 
 def _random_orthogonal(size: int, generator: torch.Generator) -> torch.Tensor:
-    normal = torch.randn(size, size, dtype=torch.float64, generator=generator)
+    normal = torch.randn(size, size, dtype=torch.float64, generator=generator, device="cpu")
     rotation: torch.Tensor = torch.linalg.qr(normal)[0]
     return rotation
 
@@ -140,7 +140,7 @@ def _random_rotation(size: int, keeps_ones: bool, generator: torch.Generator) ->
     """
     width = next(n for n in range(min(64, size), 0, -1) if size % n == 0)
     block = _random_orthogonal(width if width > 8 else size, generator)
-    order = torch.randperm(size, generator=generator)
+    order = torch.randperm(size, generator=generator, device="cpu")
     mirror: torch.Tensor | None = None
 
     def rotation(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def _random_rotation(size: int, keeps_ones: bool, generator: torch.Generator) ->
     # Example of keeps_ones: the rotation maps the ones to some v of the same length. The reflection
     # along v - ones (Householder) maps v back to the ones, and is orthogonal too.
     if keeps_ones:
-        ones = torch.ones(size, dtype=torch.float64)
+        ones = torch.ones(size, dtype=torch.float64, device="cpu")
         mirror = torch.nn.functional.normalize(rotation(ones) - ones, dim=0)
     return rotation
 

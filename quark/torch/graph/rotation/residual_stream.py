@@ -142,7 +142,7 @@ def _find_gains(analysis: Analysis, space: Space, tied: str) -> dict[str, Gain]:
         ObstacleError: A reader or a norm does not treat the whole vector alike every time.
     """
     gains: dict[str, Gain] = {}
-    whole = torch.arange(len(space.partition))
+    whole = torch.arange(len(space.partition), device="cpu")
     for side, (entries, gain) in space.readers.items():
         # A reader of several concatenated vectors has the entries [0, 1, …, n-1, 0, 1, …, n-1].
         copies = len(entries) // len(whole)
@@ -271,10 +271,12 @@ def _iterate_value_heads(analysis: Analysis) -> Iterator[ValueHeads]:
         understood = all(
             set(analysis.aliases.readers[n]) <= analysis.flow.understood[n] for n in names
         )
-        rows, columns = _find_runs(parts, torch.arange(len(parts))), _find_runs(parts, entries)
+        rows = _find_runs(parts, torch.arange(len(parts), device="cpu"))
+        columns = _find_runs(parts, entries)
         if rows is None or columns is None or len(blocks) != 1 or not understood:
             continue
-        if bool((entries[columns] - entries[columns][:, :1] != torch.arange(rows.shape[1])).any()):
+        steps = entries[columns] - entries[columns][:, :1]
+        if bool((steps != torch.arange(rows.shape[1], device="cpu")).any()):
             continue
         met = set(entries[columns][:, 0].tolist())
         rows = rows[[int(row[0]) in met for row in rows]]
@@ -293,8 +295,10 @@ def _find_runs(partition: torch.Tensor, entries: torch.Tensor) -> torch.Tensor |
     """
     part = torch.where(entries >= 0, partition[entries], -1)
     is_next = (part[1:] == part[:-1]) & (entries[1:] == entries[:-1] + 1)
-    starts = torch.cat([torch.tensor([True]), ~is_next])
+    starts = torch.cat([torch.tensor([True], device="cpu"), ~is_next])
     ends = [*starts.nonzero().flatten().tolist(), len(part)]
-    runs = [torch.arange(a, b) for a, b in pairwise(ends) if part[a] >= 0 and b - a > 1]
+    runs = [
+        torch.arange(a, b, device="cpu") for a, b in pairwise(ends) if part[a] >= 0 and b - a > 1
+    ]
     sizes = {len(run) for run in runs}
     return torch.stack(runs) if len(sizes) == 1 else None

@@ -94,7 +94,7 @@ class Spaces:
     def get(self, side: ParameterAxis) -> Space:
         """Return the space of an axis of a parameter."""
         if side not in self._by_axis:
-            parts = torch.zeros(self._shapes[side[0]][side[1]], dtype=torch.int64)
+            parts = torch.zeros(self._shapes[side[0]][side[1]], dtype=torch.int64, device="cpu")
             self._by_axis[side] = Space(parts, sources={side: None})
         return self.find(self._by_axis[side])
 
@@ -130,7 +130,7 @@ class Spaces:
     def split_fully(self, space: Space, reason: str) -> None:
         """Put every entry into a part of its own: no rotation is possible."""
         space = self.find(space)
-        space.partition = torch.arange(len(space.partition))
+        space.partition = torch.arange(len(space.partition), device="cpu")
         space.reason = space.reason or reason
 
     def split(self, space: Space, labels: torch.Tensor, alike: Iterable[int], reason: str) -> None:
@@ -152,9 +152,9 @@ class Spaces:
         # values (heads, tokens, size) = (2, 1, 3), alike along the last: places r0, r1 (one per
         # head). Entries 0 to 2 have the sum r0, entries 3 to 5 the sum r1: two parts.
         generator = torch.Generator().manual_seed(0)
-        places = torch.randint(2**40, shape, generator=generator).expand(small.shape)
+        places = torch.randint(2**40, shape, generator=generator, device="cpu").expand(small.shape)
         inside = small >= 0
-        sums = torch.zeros(len(space.partition), dtype=torch.int64)
+        sums = torch.zeros(len(space.partition), dtype=torch.int64, device="cpu")
         sums.scatter_add_(0, small[inside], places[inside])
         parts = torch.unique(torch.stack([space.partition, sums]), dim=1, return_inverse=True)[1]
         if int(parts.max()) > int(space.partition.max()):

@@ -380,7 +380,7 @@ class VectorFlow:
             self._split(vectors, f"is not read as vectors {op.location}")
             return
         axis, coordinates = match
-        met = torch.full((self._aliases.shapes[weight.parameter][axis],), -1)
+        met = torch.full((self._aliases.shapes[weight.parameter][axis],), -1, device="cpu")
         met[coordinates] = entries
         self.understood[weight.parameter].add(index)
         side = (weight.parameter, axis)

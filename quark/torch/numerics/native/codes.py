@@ -36,11 +36,13 @@ def find_codes(
     if outer is None or not can_run(x, scale, zero_point):
         return None
     has_zeros = zero_point is not None and not (scheme.symmetric and fmt.signed)
-    zeros = zero_point.float() if zero_point is not None and has_zeros else torch.zeros(())
+    zeros = torch.zeros((), dtype=torch.float32, device="cpu")
+    if zero_point is not None and has_zeros:
+        zeros = zero_point.float()
     if not bool(zeros.abs().amax() <= _LARGEST_ZERO):  # NaN is not, either
         return None
     runs = split_runs(blocks.split(x.detach()), outer)
-    out = torch.empty(blocks.padded, dtype=fmt.code_dtype)
+    out = torch.empty(blocks.padded, dtype=fmt.code_dtype, device="cpu")
     factor, divides = _factor(scale, scheme)
     factor = spread_over_runs(factor, blocks, outer, len(runs))
     if fmt.is_float:
@@ -49,7 +51,7 @@ def find_codes(
         constants = fmt.bits, *float_constants(fmt), nan
         run_rows(round_to_floats, [runs, codes, factor], *constants, divides)
     else:
-        none = torch.zeros(len(runs))
+        none = torch.zeros(len(runs), dtype=torch.float32, device="cpu")
         after = spread_over_runs(zeros, blocks, outer, len(runs)) if has_zeros else none
         before, after = (after, none) if scheme.float_zero_point else (none, after)
         tensors = [runs, out.view(runs.shape), factor, before, after]

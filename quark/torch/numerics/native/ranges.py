@@ -33,7 +33,7 @@ def find_extremes(
         return None
     bits = torch.int32 if view.dtype == torch.float32 else torch.int16
     runs = split_runs(view.detach(), outer)
-    lo, hi = torch.empty(2, len(runs), dtype=bits)
+    lo, hi = torch.empty(2, len(runs), dtype=bits, device="cpu")
     run_rows(range_kernels.find_extremes, [runs.view(bits), lo, hi], _INFINITY[view.dtype])
     lo, hi = lo.view(view.dtype), hi.view(view.dtype)
     shape = view.shape[:outer]
@@ -54,6 +54,6 @@ def find_largest(codes: torch.Tensor, mask: int) -> int | None:
     if not codes.is_contiguous() or not can_run(codes):
         return None
     runs = split_runs(codes, 0)
-    out = torch.empty(len(runs), dtype=torch.uint8)
+    out = torch.empty(len(runs), dtype=torch.uint8, device="cpu")
     run_rows(range_kernels.find_largest_code, [runs, out], mask)
     return int(out.max())

@@ -37,7 +37,7 @@ def find_words(
         return None
     shape = list(codes.shape)
     shape[axis] = shape[axis] // fmt.word_codes * _elements(fmt)
-    words = torch.empty(shape, dtype=fmt.storage_dtype)
+    words = torch.empty(shape, dtype=fmt.storage_dtype, device="cpu")
     kernels = _kernels(codes, words, fmt, axis)
     run_rows(kernels.pack, [kernels.codes, kernels.words], *_places(shifts, fmt))
     return words
@@ -80,7 +80,7 @@ def _elements(fmt: Format) -> int:
 
 
 def _places(shifts: Sequence[int], fmt: Format) -> tuple[object, int]:
-    return torch.tensor(shifts, dtype=torch.uint64).numpy(), (1 << fmt.bits) - 1
+    return torch.tensor(shifts, dtype=torch.uint64, device="cpu").numpy(), (1 << fmt.bits) - 1
 
 
 def _kernels(codes: torch.Tensor, words: torch.Tensor, fmt: Format, axis: int) -> _Kernels:

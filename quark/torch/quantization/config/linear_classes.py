@@ -73,7 +73,7 @@ def _gives_product(
     """Whether a class gives the product of a random matrix with random inputs."""
 
     def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=draw, device="cpu").to(dtype)
+        return torch.randn(sizes, generator=draw, device="cpu", dtype=torch.float32).to(dtype)
 
     inputs, outputs = shape
     weight = random(outputs, inputs)

@@ -59,7 +59,9 @@ def _example(value: Any, generator: torch.Generator) -> Any:
         return value
     shape = [_size(n) for n in value.shape]
     if value.is_floating_point():
-        return torch.randn(shape, generator=generator).to(value.device, value.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            value.device, value.dtype
+        )
     return torch.ones(shape, dtype=value.dtype, device=value.device)
 
 

@@ -78,7 +78,7 @@ def _moves(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not any(map(_is_float, tree_leaves((args, kwargs)))):
         return False
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(_VALUES, generator=generator)
+    numbers = torch.randn(_VALUES, generator=generator, dtype=torch.float32, device="cpu")
 
     limit = _axis_limit(target, [x for x in tree_leaves((args, kwargs)) if _is_tensor(x)])
 
@@ -86,7 +86,7 @@ def _moves(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not _is_float(leaf):
             return leaf
         shape = [min(size, limit) for size in leaf.shape]
-        return torch.randint(_VALUES, shape, generator=generator).to(leaf.device)
+        return torch.randint(_VALUES, shape, generator=generator, device="cpu").to(leaf.device)
 
     drawn = tree_map(draw, (args, kwargs))
     return all(_moves_grid(target, (args, kwargs), drawn, m * numbers) for m in _MAGNITUDES)

@@ -99,7 +99,7 @@ class FakeQuantizedLayer(QuantizedLayer):
     def add_prescale(self) -> None:
         """Add factors of the inputs, ones for now, if there are none."""
         if self.input_prescale is None:
-            self._add_parameter(PRESCALE, torch.ones(self.input_width))
+            self._add_parameter(PRESCALE, self.weight.new_ones(self.input_width))
 
     @torch.no_grad()
     def prescale_input(self, factors: torch.Tensor) -> None:
@@ -135,8 +135,8 @@ class FakeQuantizedLayer(QuantizedLayer):
                 f"A {type(self).__name__} gets no low-rank branch: only linear layers do, once."
             )
         down, up = LOW_RANK
-        self._add_parameter(down, torch.zeros(rank, self.input_width))
-        self._add_parameter(up, torch.zeros(self.output_width, rank))
+        self._add_parameter(down, self.weight.new_zeros(rank, self.input_width))
+        self._add_parameter(up, self.weight.new_zeros(self.output_width, rank))
 
     def _add_parameter(self, name: str, values: torch.Tensor) -> None:
         """Add a parameter in the type of the weight, which trains if the weight does."""

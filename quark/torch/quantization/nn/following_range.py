@@ -85,7 +85,7 @@ class FollowingRange(nn.Module):
 
     @updates.setter
     def updates(self, number: int) -> None:
-        self._count = torch.tensor(number) if number else None
+        self._count = torch.tensor(number, device="cpu") if number else None
 
     @property
     def has_updates(self) -> bool:
@@ -93,7 +93,9 @@ class FollowingRange(nn.Module):
         return self._count is not None
 
     def _count_update(self, moves: torch.Tensor | bool = True) -> None:
-        self._count = (torch.tensor(0) if self._count is None else self._count) + moves
+        self._count = (
+            torch.tensor(0, device="cpu") if self._count is None else self._count
+        ) + moves
 
     def train(self: Q, mode: bool = True) -> Q:
         """Set training mode, in which the range follows tensors, or evaluation mode."""
@@ -213,7 +215,9 @@ class FollowingRange(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.has_updates:
-            destination[prefix + "range_updates"] = torch.tensor([self.updates, self.is_fixed])
+            destination[prefix + "range_updates"] = torch.tensor(
+                [self.updates, self.is_fixed], device="cpu"
+            )
         for name in ("range_lo", "range_hi"):
             value = getattr(self, name)
             if value is not None:

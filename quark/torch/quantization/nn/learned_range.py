@@ -36,7 +36,9 @@ class LearnedRangeQuantizer(TensorQuantizer):
         self, spec: QuantizationSpec, shape: tuple[int, ...], device: torch.device
     ) -> None:
         super().__init__(spec)
-        self.learned_range = nn.Parameter(torch.full(shape, torch.nan, device=device))
+        self.learned_range = nn.Parameter(
+            torch.full(shape, torch.nan, device=device, dtype=torch.float32)
+        )
         self.has_range = False
 
     def _buffer_names(self) -> tuple[str, ...]:

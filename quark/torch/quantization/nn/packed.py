@@ -348,7 +348,7 @@ class PackedLayer(QuantizedLayer):
         """Convert or move the layer. Codes move; their type stays, that of their values changes."""
         codes = {n: None if (c := self._stored(n)) is None else c.detach() for n in self.packed}
         with self._bare_codes():
-            self._value_dtype = fn(torch.empty(0, dtype=self._value_dtype)).dtype
+            self._value_dtype = fn(torch.empty(0, dtype=self._value_dtype, device="cpu")).dtype
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             for name, before in codes.items():
                 after = self._stored(name)

@@ -88,7 +88,7 @@ def _tail(counts: torch.Tensor, bin_width: float, end: float) -> tuple[float, fl
     first = int((counts > 0).int().argmax())
     if wanted < 2 or last == first:
         return 0.0, 0.0, 0.0
-    used = torch.arange(first, last + 1)
+    used = torch.arange(first, last + 1, device="cpu")
     threshold = (BINS - last - 1) * bin_width
     values = ((BINS - used) * bin_width - bin_width / 2).clamp(max=end)
     amount = counts[first : last + 1].double()

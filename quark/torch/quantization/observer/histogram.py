@@ -43,7 +43,7 @@ class Histogram:
 
     def reset(self) -> None:
         """Clear the counts."""
-        self.counts = torch.zeros(2 * BINS, dtype=torch.int64, device=self.device)
+        self.counts = torch.zeros(2 * BINS, dtype=torch.int64, device=self.device or "cpu")
         self.limit = 0.0
         self.lo, self.hi = math.inf, -math.inf
 
@@ -86,7 +86,9 @@ class Histogram:
 
     def tensors(self) -> Sequence[torch.Tensor | None]:
         """Return the counts, and the smallest and largest value with the limit, float64 (3,)."""
-        return self.counts, torch.tensor([self.lo, self.hi, self.limit], dtype=torch.float64)
+        return self.counts, torch.tensor(
+            [self.lo, self.hi, self.limit], dtype=torch.float64, device="cpu"
+        )
 
     def set_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Replace the counts and the range."""
@@ -129,8 +131,8 @@ class HistogramObserver(Histogram, ObserverBase):
         lo, hi = self.clipped()
         device = self.counts.device
         return qparams_from_range(
-            torch.tensor(lo, device=device),
-            torch.tensor(hi, device=device),
+            torch.tensor(lo, dtype=torch.float32, device=device),
+            torch.tensor(hi, dtype=torch.float32, device=device),
             self.scheme,
             largest=self.largest,
         )
@@ -228,8 +230,8 @@ class PerTensorMSEObserver(HistogramObserver):
     def _loss(self, lo: float, hi: float, values: torch.Tensor, weights: torch.Tensor) -> float:
         device = values.device
         qparams = qparams_from_range(
-            torch.tensor(lo, device=device),
-            torch.tensor(hi, device=device),
+            torch.tensor(lo, dtype=torch.float32, device=device),
+            torch.tensor(hi, dtype=torch.float32, device=device),
             self.scheme,
             largest=self.largest,
         )

@@ -43,7 +43,7 @@ def is_in_order(groups: torch.Tensor, sizes: Iterable[int], where: str) -> bool:
         ValueError: The groups have none of these sizes.
     """
     groups = groups.flatten().long()
-    inputs = torch.arange(len(groups))
+    inputs = torch.arange(len(groups), device="cpu")
     in_order = [inputs // (size if size > 0 else max(len(groups), 1)) for size in sizes]
     if any(groups.equal(expected) for expected in in_order):
         return True

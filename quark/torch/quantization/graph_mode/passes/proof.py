@@ -273,12 +273,14 @@ def _randomize(inputs: list[Any]) -> list[Any]:
         if not isinstance(x, torch.Tensor) or not x.numel():
             return x
         if not x.is_floating_point():
-            order = torch.randperm(x.numel(), generator=generator).to(x.device)
+            order = torch.randperm(x.numel(), generator=generator, device="cpu").to(x.device)
             return x.flatten()[order].view(x.shape)
         values = x.float()
         deviation = values.std(correction=0)
         deviation = torch.where(deviation > 0, deviation, torch.ones_like(deviation))
-        noise = torch.randn(x.shape, generator=generator).to(x.device)
+        noise = torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(
+            x.device
+        )
         return (values.mean() + noise * deviation).to(x.dtype)
 
     return [random(x) for x in inputs]

@@ -168,7 +168,7 @@ def is_right(product: Compiled, panels: Panels, parts: Parts, values: torch.Tens
     if not values.isfinite().all() or not torch.equal(product.values(panels, parts), values):
         return False
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(1, values.shape[1], generator=random)
+    x = torch.randn(1, values.shape[1], generator=random, dtype=torch.float32, device="cpu")
     y, expected = product.multiply(panels, parts, x)[:, : len(values)], x @ values.T
     return bool((y - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
@@ -295,13 +295,19 @@ def _sample(fmt: Format, has_row_scales: bool, zeros: str) -> tuple[Panels, Part
     to = Arrangement(3 * 88, group * groups, group, 88)
     random = torch.Generator().manual_seed(0)
     count = to.outputs * to.inputs
-    bits = torch.arange(count, dtype=torch.int32).remainder(1 << fmt.bits)
-    bits = bits[torch.randperm(count, generator=random)].view(to.outputs, to.inputs).byte()
-    factors = torch.rand(to.outputs, groups, generator=random) + 0.5
+    bits = torch.arange(count, dtype=torch.int32, device="cpu").remainder(1 << fmt.bits)
+    bits = (
+        bits[torch.randperm(count, generator=random, device="cpu")]
+        .view(to.outputs, to.inputs)
+        .byte()
+    )
+    factors = (
+        torch.rand(to.outputs, groups, generator=random, dtype=torch.float32, device="cpu") + 0.5
+    )
     panels = Panels(fmt, to, 0, 5 if zeros == "one" else 0)
     parts = {"scale": to.arrange_factors(factors.bfloat16())}
     if zeros == "many":
-        points = torch.randint(0, 8, (to.outputs, groups), generator=random)
+        points = torch.randint(0, 8, (to.outputs, groups), generator=random, device="cpu")
         dtype = torch.int8 if fmt.bits < 8 else torch.bfloat16
         parts["zero_point"] = to.arrange_factors(points.to(dtype))
     plain = _plain_values(panels, parts | pack_planes(to.arrange(bits), fmt))

@@ -96,8 +96,13 @@ def _function(
         (x (blocks, elements), scale, zero point, tensor scale) to the values in the type of x;
         None if it cannot be compiled or computes the sample wrong.
     """
-    zero = torch.tensor(3.0 if scheme.float_zero_point else 3)
-    values = (torch.tensor(_SCALE), zero, torch.tensor(_SCALE))
+    kind = torch.float32 if scheme.float_zero_point else torch.int64
+    zero = torch.tensor(3, dtype=kind, device="cpu")
+    values = (
+        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
+        zero,
+        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
+    )
     numbers = [value if given else None for value, given in zip(values, has, strict=True)]
     problem = "its values for a sample differ from those of the plain path"
     try:
@@ -167,11 +172,11 @@ def sample_inputs(dtype: torch.dtype, is_one_block: bool) -> list[torch.Tensor]:
     Torch compiles a function for one block, and another one for several.
     """
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(13, 48, generator=random)
+    x = torch.randn(13, 48, generator=random, dtype=torch.float32, device="cpu")
     x[1] = 0.0
-    x[2] = torch.arange(-24, 24) / 4  # ties, under scales that are powers of two
+    x[2] = torch.arange(-24, 24, device="cpu") / 4  # ties, under scales that are powers of two
     x[2, 0] = 6.0
-    magnitudes = torch.exp2(torch.linspace(-149, 127, 48))
+    magnitudes = torch.exp2(torch.linspace(-149, 127, 48, dtype=torch.float32, device="cpu"))
     x[3], x[4] = magnitudes * x[3].sign(), magnitudes.flip(0) * 2.0**-60
     x[5:7] *= 2.0**100
     x[7] = x[7].abs()

@@ -27,10 +27,13 @@ def _multiplies_bfloat16_fast() -> bool:
     seconds = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     with torch.inference_mode():
         pairs = {
-            t: (torch.ones(_ROWS, _SIDE, dtype=t), torch.ones(_SIDE, _SIDE, dtype=t).T)
+            t: (
+                torch.ones(_ROWS, _SIDE, dtype=t, device="cpu"),
+                torch.ones(_SIDE, _SIDE, dtype=t, device="cpu").T,
+            )
             for t in seconds
         }
-        outputs = {t: torch.empty(_ROWS, _SIDE, dtype=t) for t in seconds}
+        outputs = {t: torch.empty(_ROWS, _SIDE, dtype=t, device="cpu") for t in seconds}
         for _ in range(_ROUNDS + 1):  # the first round also prepares the products
             for dtype, pair in pairs.items():
                 start = time.perf_counter()

@@ -123,17 +123,21 @@ def is_proved(device: str, name: str, inputs: int, group: int) -> bool:
 def _error(kernel: Kernel, inputs: int, group: int) -> str:
     """Return what is wrong with the product of a sample, "" if nothing is."""
     random = torch.Generator().manual_seed(0)
-    bits = torch.randint(0, 1 << kernel.fmt.bits, (_SAMPLE, inputs), generator=random).byte()
+    bits = torch.randint(
+        0, 1 << kernel.fmt.bits, (_SAMPLE, inputs), generator=random, device="cpu"
+    ).byte()
     low, high = (kernel.fmt.qmin, kernel.fmt.qmax)
     bits[0], bits[1] = low & 0xFF, high & 0xFF  # largest sums, of both signs
     zero = 5 if takes_zero_points(kernel) else 0
-    scale = torch.rand(_SAMPLE, inputs // group, generator=random).bfloat16().float() + 0.5
+    shape = _SAMPLE, inputs // group
+    scale = torch.rand(shape, generator=random, dtype=torch.float32, device="cpu")
+    scale = scale.bfloat16().float() + 0.5
     rows = _SAMPLE // 2 if kernel.half == 0 else 2 * kernel.half
     to = Arrangement(_SAMPLE, inputs, group, rows, kernel.half)
     panels = Panels(kernel.fmt, to, 0, zero)
     parts = pack_planes(to.arrange(bits), kernel.fmt) | {"scale": to.arrange_factors(scale)}
     parts["factors"] = kernel.factors(panels, parts)
-    x = torch.randn(3, inputs, generator=random).bfloat16()
+    x = torch.randn(3, inputs, generator=random, dtype=torch.float32, device="cpu").bfloat16()
     x[0] = 100.0
     codes = bits.view(torch.int8) if kernel.fmt.signed else bits
     weight = (codes.double() - zero) * scale.double().repeat_interleave(group, 1)

@@ -296,7 +296,9 @@ def is_right(panels: Panels, parts: Parts, values: torch.Tensor, dtype: torch.dt
             if not all(_has_values(panels, *part, values) for part in decode(panels, parts, kind)):
                 problem = f"its values in {kind} differ from those of torch"
         random = torch.Generator().manual_seed(0)
-        x = torch.randn(STRIP + 1, values.shape[1], generator=random)
+        x = torch.randn(
+            STRIP + 1, values.shape[1], generator=random, dtype=torch.float32, device="cpu"
+        )
         product = NativeProduct(panels, parts)
         ways = (
             {} if panels.arrangement.half else dict.fromkeys((1, FEW_ROWS), product.multiply_four)

@@ -134,7 +134,9 @@ def _run(x: torch.Tensor, given: Numbers, scheme: Scheme) -> torch.Tensor:
         run_rows(kernel, [x, y], *_exponent_constants(scheme, x.dtype))
         return y
     zero = 0.0 if zero_point is None else float(zero_point)
-    scales = torch.empty(0) if scale is None else scale.detach().float().reshape(1)
+    scales = torch.empty(0, dtype=torch.float32, device="cpu")
+    if scale is not None:
+        scales = scale.detach().float().reshape(1)
     unit = np.float32(1.0 if tensor_scale is None else float(tensor_scale))
     grid, (whole, numbers, scale_grid) = _grid(scheme.fmt), _constants(scheme, x.dtype)
     if grid is None:
@@ -195,8 +197,13 @@ def _is_right(scheme: Scheme, dtype: torch.dtype, has: tuple[bool, ...]) -> bool
         dtype: Type of the inputs.
         has: Whether scale, zero point and tensor scale are given.
     """
-    zero = torch.tensor(3.0 if scheme.float_zero_point else 3)
-    values = (torch.tensor(_SCALE), zero, torch.tensor(_SCALE))
+    kind = torch.float32 if scheme.float_zero_point else torch.int64
+    zero = torch.tensor(3, dtype=kind, device="cpu")
+    values = (
+        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
+        zero,
+        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
+    )
     made = [value if is_given else None for value, is_given in zip(values, has, strict=True)]
     numbers: Numbers = (made[0], made[1], made[2])
     problem = "its values for a sample differ from those of the plain path"

@@ -183,7 +183,7 @@ class Panels:
     def _reader(self, parts: Parts, values: torch.Tensor) -> Callable[[torch.Tensor, int], object]:
         """Return a function that writes what scales multiply, given the bits of a panel."""
         if isinstance(self.fmt, TableFormat):
-            table = torch.tensor(self.fmt.values, device=values.device)
+            table = torch.tensor(self.fmt.values, dtype=torch.float32, device=values.device)
             return lambda bits, index: torch.index_select(table, 0, bits.int(), out=values)
         return self._floats(values) if self.fmt.is_float else self._integers(parts, values)
 

@@ -205,10 +205,16 @@ def is_proved(device: torch.device, codes: torch.dtype, dtype: torch.dtype, has_
 def _error(device: torch.device, codes: torch.dtype, dtype: torch.dtype, scales: int) -> float:
     """Return the largest error of products of a sample, in units of its largest output."""
     random = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(_SAMPLE, _SAMPLE, generator=random) * 100 for _ in range(2))
+    x, weight = (
+        torch.randn(_SAMPLE, _SAMPLE, generator=random, dtype=torch.float32, device="cpu") * 100
+        for _ in range(2)
+    )
     x[0], weight[0] = _FORMAT.max_value, -_FORMAT.max_value  # largest sums
     x, weight = x.to(_CODES), weight.to(_CODES)
-    a, b = (torch.rand(scales, 1, generator=random) * 0.01 + 0.01 for _ in range(2))
+    a, b = (
+        torch.rand(scales, 1, generator=random, dtype=torch.float32, device="cpu") * 0.01 + 0.01
+        for _ in range(2)
+    )
     expected = (x.double() @ weight.double().T) * a * b.T
     on_device = [to_device_codes(t.to(device), codes) for t in (x, weight)]
     errors = []

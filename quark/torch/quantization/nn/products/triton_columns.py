@@ -122,24 +122,31 @@ def _sample(
     """Return a rounding, and the values and the factor of a sample: every code, and ties."""
     random = torch.Generator().manual_seed(0)
     columns, rows = _PROVED
-    scale = torch.rand(columns, rows, generator=random) + 0.5
+    scale = torch.rand(columns, rows, generator=random, dtype=torch.float32, device="cpu") + 0.5
     if scheme.scales_by_powers:
-        scale = 2.0 ** torch.randint(-9, 3, (columns, rows), generator=random)
+        scale = 2.0 ** torch.randint(-9, 3, (columns, rows), generator=random, device="cpu")
     fmt = scheme.fmt
     reach = fmt.max_value if fmt.is_float else float(fmt.qmax)
-    values = torch.randn(columns, rows, generator=random) * (reach / 2)
+    values = torch.randn(columns, rows, generator=random, dtype=torch.float32, device="cpu")
+    values *= reach / 2
     values[::2] = (values[::2] * 2).round() / 2  # ties of integers
-    zeros = torch.randint(0, 5, (columns, rows), generator=random).float() if has_zeros else None
+    zeros = (
+        torch.randint(0, 5, (columns, rows), generator=random, device="cpu").float()
+        if has_zeros
+        else None
+    )
     if zeros is not None and scheme.float_zero_point:
         zeros += 0.3
     made = Factors(scale, scale.reciprocal(), zeros)
     moved = Factors(*(None if x is None else x.to(device) for x in made))  # type: ignore[arg-type]  # scales stay tensors
     rounding: ColumnRounding = ColumnRounder(moved, scheme)
     if is_pruned:
-        pruned = torch.rand(rows, columns, generator=random) < 0.5
-        rounding = ZeroKeepingRounder(rounding, pruned.to(device))
-    factor = torch.randn(columns, columns, generator=random).triu_().div_(columns)
-    factor.diagonal().copy_(torch.rand(columns, generator=random) + 0.5)
+        chances = torch.rand(rows, columns, generator=random, dtype=torch.float32, device="cpu")
+        rounding = ZeroKeepingRounder(rounding, (chances < 0.5).to(device))
+    factor = torch.randn(columns, columns, generator=random, dtype=torch.float32, device="cpu")
+    factor.triu_().div_(columns)
+    diagonal = torch.rand(columns, generator=random, dtype=torch.float32, device="cpu")
+    factor.diagonal().copy_(diagonal + 0.5)
     return rounding, (values * scale).to(device), factor.to(device)
 
 
@@ -156,7 +163,8 @@ def _problem(rounding: ColumnRounding, values: torch.Tensor, factor: torch.Tenso
     order = torch.arange(count - 1, -1, -1, device=values.device)
     rounded, errors = torch.empty_like(values), torch.empty_like(values)
     # Columns that change no other one are rounded alone.
-    panel(values, rounded, errors, torch.eye(count, device=values.device), order, 0, count)
+    identity = torch.eye(count, dtype=torch.float32, device=values.device)
+    panel(values, rounded, errors, identity, order, 0, count)
     for i, index in enumerate(order.tolist()):
         if not torch.equal(rounded[i], rounding(values[i], index)):
             return "its values for a sample differ from those of single columns"

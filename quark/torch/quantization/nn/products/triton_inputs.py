@@ -225,7 +225,7 @@ def _launch(
     # The interpreter, which runs on a CPU, does not round to the nearest narrow number.
     stored = torch.float32 if x.device.type == "cpu" else dtype
     y = torch.empty(x.shape, dtype=stored, device=x.device)
-    scales = torch.empty(rows, device=x.device) if gives_codes else None
+    scales = torch.empty(rows, device=x.device, dtype=torch.float32) if gives_codes else None
     options = {"CASE": Case.of(scheme, x.dtype), "BLOCK_M": m, "BLOCK_K": k}
     with launches_on(x.device):
         launch = triton_input_kernels.quantize[(-(-rows // m), parts)]
@@ -257,8 +257,13 @@ def _is_right(
     """
     if not load_functions(triton_input_kernels):
         return False
-    zero = torch.tensor(3.0 if scheme.float_zero_point else 3)
-    values = (torch.tensor(_SCALE), zero, torch.tensor(_SCALE))
+    kind = torch.float32 if scheme.float_zero_point else torch.int64
+    zero = torch.tensor(3, dtype=kind, device="cpu")
+    values = (
+        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
+        zero,
+        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
+    )
     made = [value.to(device) if given else None for value, given in zip(values, has, strict=True)]
     numbers: Numbers = (made[0], made[1], made[2])
     problem = "its values for a sample differ from those of the plain path"

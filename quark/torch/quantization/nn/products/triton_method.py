@@ -204,7 +204,9 @@ def _problem(method: TritonMethod, parts: Parts) -> str:
     values, dtype = method.decode(parts), method.dtype
     columns = slice(None, None, max(1, len(values) // _PROVED_OUTPUTS))
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(max(_PROVED_ROWS), values.shape[1], generator=random)
+    x = torch.randn(
+        max(_PROVED_ROWS), values.shape[1], generator=random, dtype=torch.float32, device="cpu"
+    )
     x = x.to(values.device, dtype)
     expected = x.double() @ values[columns].to(dtype).double().T
     largest = expected.abs().max().clamp(min=torch.finfo(dtype).tiny)
