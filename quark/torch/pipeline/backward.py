@@ -75,6 +75,7 @@ def run_blocks_backward(
                 stores = [own.enter_context(ActivationStore(whole // count)) for _ in range(count)]
                 direct, gradients, others = _Direct(stores.pop()), stores.pop(), stores.pop()
                 arguments = capture(model, part, batches, stores[0], others, number > 0)
+                arguments.keep_outputs()
                 if not later:
                     masks = dict(zip(arguments.numbers, arguments.masks, strict=True))
                 blocks = [
@@ -209,11 +210,15 @@ class _Ending(NamedTuple):
             first: Number of its first sequence in the data.
             blocks: The blocks of the stack, which have run.
             index: Number of the batch among those that reach the stack.
+
+        Raises:
+            ValueError: What follows the stack reads tensors that a block computes from its inputs,
+                beside hidden states.
         """
-        last = blocks[-1]
+        last, others = blocks[-1], set[str]()
         gradients = {last.name: torch.zeros_like(last.outputs(index))}
         outputs: list[Any] = []
-        forwards = {block.name: self._recall(block, index, gradients) for block in blocks}
+        forwards = {block.name: self._recall(block, index, gradients, others) for block in blocks}
         later = (name for part in self.later for name in part.names)
         forwards |= {n: checkpointed(self.model.get_submodule(n).forward) for n in later}
         hook = self.model.register_forward_hook(lambda module, args, out: outputs.append(out))
@@ -233,12 +238,25 @@ class _Ending(NamedTuple):
                     value.backward()  # type: ignore[no-untyped-call]
         finally:
             hook.remove()
+        for block in blocks:
+            if block.name in others:
+                _check_constant(block)
         return gradients
 
     def _recall(
-        self, block: Block, index: int, gradients: dict[str, torch.Tensor]
+        self, block: Block, index: int, gradients: dict[str, torch.Tensor], others: set[str]
     ) -> Callable[..., Any]:
-        """Return a forward that returns the outputs of a block, and keeps their gradient."""
+        """Return a forward that returns the outputs of a block, and keeps their gradient.
+
+        The name of the block joins ``others`` if a gradient reaches what it returns beside them.
+        """
+
+        def watch(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                return value
+            leaf = value.detach().requires_grad_()
+            leaf.register_hook(lambda gradient: others.add(block.name))  # type: ignore[no-untyped-call]
+            return leaf
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Only the graph holds the leaf, so that outputs that nothing reads are not held.
@@ -246,7 +264,10 @@ class _Ending(NamedTuple):
             x = leaf.clone()  # the model may write to it in place
             keep = partial(gradients.__setitem__, block.name)
             leaf.register_hook(keep)  # type: ignore[no-untyped-call]
-            return self.arguments.wrap(block.name, x)
+            output = self.arguments.wrap(block.name, x, index)
+            if type(output) is not tuple:
+                return output
+            return tuple(item if item is x else watch(item) for item in output)
 
         return forward
 

@@ -203,6 +203,7 @@ class Block:
             tokens = count_tokens(self.module, self.number(index))
             with padding(self.mask, encoder), tokens, float_products():
                 y = functional_call(self.module, dict(parameters or {}), args, kwargs)
+            self._arguments.keep_output(index, self.name, y)
             return self._arguments.hidden_states(self.name, y)
         finally:
             self.mask = None

@@ -56,6 +56,9 @@ class BlockArguments:
             to other processes.
         keywords: Name of a block -> argument that is its hidden states, None for the first one.
         forms: Name of a block -> form of its output.
+        outputs: None; or (number of a batch, name of a block) -> what the block returned for it
+            beside hidden states, with slots in place of tensors. Blocks that return hidden states
+            alone have none.
     """
 
     store: ActivationStore
@@ -66,6 +69,8 @@ class BlockArguments:
     numbers: list[int] = field(default_factory=list)
     keywords: dict[str, str | None] = field(default_factory=dict)
     forms: dict[str, OutputForm] = field(default_factory=dict)
+    outputs: dict[tuple[int, str], Any] | None = None
+    _deduplicator: _Deduplicator | None = None
 
     def call(self, index: int, name: str, x: torch.Tensor) -> Arguments:
         """Return the arguments of a block for one batch, with hidden states in their place."""
@@ -86,9 +91,31 @@ class BlockArguments:
         """Return the number of batches."""
         return len(self.by_batch)
 
-    def wrap(self, name: str, x: torch.Tensor) -> Any:
-        """Return hidden states in the form in which a block returns them, such as a tuple."""
-        return self.forms[name].wrap(x)
+    def keep_outputs(self) -> None:
+        """Keep what blocks return beside hidden states from now on, for ``wrap``."""
+        self.outputs, self._deduplicator = {}, _Deduplicator(self.store)
+
+    def keep_output(self, index: int, name: str, output: Any) -> None:
+        """Keep what a block returned first for a batch, if outputs are kept."""
+        form = self.forms.get(name)
+        if self.outputs is None or form is None or form.is_plain or (index, name) in self.outputs:
+            return
+        assert self._deduplicator is not None
+        rest = form._replace(output=output).wrap(torch.empty(0))
+        self.outputs[index, name] = self._deduplicator.store_value(name, rest)
+
+    def wrap(self, name: str, x: torch.Tensor, index: int | None = None) -> Any:
+        """Return hidden states in the form in which a block returns them, such as a tuple.
+
+        Args:
+            name: The block.
+            x: The hidden states.
+            index: Number of the batch, for which the other items are those that were kept; None for
+                those of the first batch.
+        """
+        kept = None if index is None or self.outputs is None else self.outputs.get((index, name))
+        form = self.forms[name]
+        return form.wrap(x) if kept is None else form._replace(output=self._fetch(kept)).wrap(x)
 
     def hidden_states(self, name: str, output: Any) -> torch.Tensor:
         """Return the hidden states in the output of a block.
@@ -252,6 +279,10 @@ class _Deduplicator:
         """Return the arguments of a block with slots in place of tensors."""
         args, kwargs = arguments
         return self._value(args, name), {k: self._value(v, (name, k)) for k, v in kwargs.items()}
+
+    def store_value(self, name: str, value: Any) -> Any:
+        """Return an output of a block with slots in place of tensors."""
+        return self._value(value, name)
 
     def _value(self, value: Any, key: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -92,6 +92,10 @@ class OutputForm(NamedTuple):
         is_tensor = isinstance(self.output[self.place], torch.Tensor)
         return is_tensor and all(other is None for other in others)
 
+    def without_values(self) -> OutputForm:
+        """Return this form with NaN in place of floats beside the hidden states, else zeros."""
+        return self._replace(output=_empty_of_values(self.output))
+
     def wrap(self, x: torch.Tensor) -> Any:
         """Return hidden states in this form."""
         return (
@@ -125,6 +129,12 @@ class OutputForms:
         """Record what a block returns that received hidden states of a shape."""
         self.by_name[name] = OutputForm.of(output, shape)
         self._last = name, output
+
+
+def _empty_of_values(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.full_like(value, torch.nan if value.is_floating_point() else 0)
+    return tuple(map(_empty_of_values, value)) if type(value) is tuple else value
 
 
 def _with_item(output: Any, place: int, x: torch.Tensor) -> Any:

@@ -153,9 +153,10 @@ class _Finished(NamedTuple):
 
         def forward(name: str, *args: Any, **kwargs: Any) -> Any:
             x = split_hidden_states(args, kwargs)[0]
+            index = self.arguments.numbers.index(current.number)
             if name == self.part.names[-1]:
-                x = self.outputs[self.arguments.numbers.index(current.number)]
-            return self.arguments.wrap(name, x)
+                x = self.outputs[index]
+            return self.arguments.wrap(name, x, index)
 
         return {name: partial(forward, name) for name in self.part.names}
 
@@ -199,6 +200,7 @@ def _run_by_blocks(
             stream, others = HiddenStates(new(), new()), new()
             with replace_forwards(model, forwards):
                 arguments = capture(model, part, current, stream.inputs, others, number > 0)
+            arguments.keep_outputs()
             stream.outputs.reserve(stream.inputs)
             for name in part.names:
                 next(progress)

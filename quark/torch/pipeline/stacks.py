@@ -4,7 +4,7 @@ An encoder, a decoder and a vision tower are stacks, found by running the model.
 between two blocks, such as a projection, ends a stack: the next one begins with other inputs. So
 does a block whose outputs have another shape: it cannot be left out of a pass through the model.
 A block begins a stack too if it receives a tensor that the model computes of the outputs of blocks
-before it, such as ``skip = 0.5 * x`` between two blocks.
+before it, such as ``skip = 0.5 * x`` between two blocks, or of what they return beside them.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ def _arguments_without_blocks(
 ) -> dict[str, list[torch.Tensor]]:
     """Return the tensors beside hidden states that blocks receive if none changes hidden states.
 
-    The first block runs if it makes tensors that the others receive.
+    Blocks run if the first one makes tensors that the others receive. Else nothing that a block
+    returns beside hidden states may reach a later one, so tensors without values take its place.
     """
     others: dict[str, list[torch.Tensor]] = {}
 
@@ -188,8 +189,11 @@ def _arguments_without_blocks(
             others[name] = list(iter_tensors([*more, *named.values()]))
             if name == stack.names[-1]:
                 raise StopForward
-            runs = stack.shares and name == stack.names[0]
-            return own(*args, **kwargs) if runs else stack.forms[name].wrap(x)
+            if not stack.shares:
+                return stack.forms[name].without_values().wrap(x)
+            output = own(*args, **kwargs)
+            is_first = name == stack.names[0]
+            return output if is_first else stack.forms[name]._replace(output=output).wrap(x)
 
         return forward
 
