@@ -158,7 +158,7 @@ def test_algorithms_by_name():
             "options of smoothquant are a AWQConfig: give SmoothQuantConfig",
         ),
         ("awq", {"random_tokens": 1.0}, "options of awq are a dict: give AWQConfig"),
-        ("awq", AWQConfig, "options of awq are a type: give AWQConfig"),
+        ("awq", AWQConfig, "options of awq are a class: give AWQConfig"),
     ],
 )
 def test_options_of_another_algorithm_are_refused(name, options, said):
