@@ -56,3 +56,44 @@ def test_both_spellings_are_one_class():
     assert names.Config is names.QConfig
     assert names.QuantizationConfig is names.QLayerConfig
     assert names.QuantizationSpec is names.QTensorConfig
+
+
+def test_options_without_effect_warn(llama_dir, tmp_path, caplog):
+    from transformers import AutoModelForCausalLM
+
+    from quark.torch import (
+        LLMTemplate,
+        ModelQuantizer,
+        RuntimeOptions,
+        export_safetensors,
+        import_model_from_safetensors,
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(llama_dir)
+    config = LLMTemplate.get("llama").get_config(scheme="int8_wo")
+    model = ModelQuantizer(config).quantize_model(model)
+    caplog.clear()
+    model = ModelQuantizer.freeze(model, runtime_options=RuntimeOptions())
+    assert "runtime_options has no effect" in caplog.text
+    export_safetensors(model, tmp_path / "out")
+    import_model_from_safetensors(None, tmp_path / "out", device="cpu", multi_gpu="auto")
+    assert "multi_gpu='auto' has no effect: the model lies on one device" in caplog.text
+
+
+def test_other_operators_than_those_of_onnx_are_refused(tmp_path):
+    import pytest
+
+    from quark.torch import ModelExporter, export_onnx
+
+    kinds = torch.onnx.OperatorExportTypes
+    arguments = (torch.nn.Linear(1, 1), torch.zeros(1, 1))
+    for export in (
+        lambda kind: export_onnx(arguments[0], tmp_path / "out", (), operator_export_type=kind),
+        lambda kind: ModelExporter(tmp_path / "out").export_onnx_model(
+            *arguments, operator_export_type=kind
+        ),
+    ):
+        with pytest.raises(ValueError, match=r"ONNX_ATEN: only operators of ONNX are written"):
+            export(kinds.ONNX_ATEN)
+        with pytest.raises(ValueError, match="has no quantized module"):
+            export(kinds.ONNX)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from quark.torch.quantization.config.spec_classes import SPEC_CLASSES
+from quark.torch.quantization.observer import registry
 
 CONFIG = "quark.torch.quantization.config.config"
 TYPE = "quark.torch.quantization.config.type"
-OBSERVER = "quark.torch.quantization.observer.observer"
+OBSERVERS = "quark.torch.quantization.observer"
 
 # Names by the paths they are documented under, where they are one object.
 DOCUMENTED = {
@@ -59,13 +60,7 @@ DOCUMENTED = {
         "QuantizationMode",
         "TQTThresholdInitMeth",
     ],
-    (OBSERVER,): [
-        "ObserverBase",
-        "PlaceholderObserver",
-        "PerTensorMinMaxObserver",
-        "PerChannelMinMaxObserver",
-        "PerGroupMinMaxObserver",
-    ],
+    (OBSERVERS, f"{OBSERVERS}.observer"): ["ObserverBase", *registry.OBSERVERS],
     ("quark",): ["__version__"],
 }
 # What vLLM 0.10 to 0.33, SGLang and the tests of Transformers import.
@@ -113,7 +108,9 @@ def test_both_spellings(path, name):
     assert getattr(module, name) is getattr(module, SPELLINGS[name])
 
 
-@pytest.mark.parametrize("path", ["quark.torch", "quark.torch.quantization", "quark.torch.export"])
+@pytest.mark.parametrize(
+    "path", ["quark.torch", "quark.torch.quantization", OBSERVERS, "quark.torch.export"]
+)
 def test_an_unknown_name_of_a_face(path):
     with pytest.raises(AttributeError, match=f"module '{path}' has no attribute 'Nothing'"):
         import_module(path).Nothing  # noqa: B018

@@ -118,7 +118,12 @@ LAYERS = [
     {"quark.__main__"},
 ]
 EXACT = {"quark"}  # the version alone: packages below it need a line of their own
-FACES = {"quark.torch", "quark.torch.quantization", "quark.torch.export"}
+FACES = {
+    "quark.torch",
+    "quark.torch.quantization",
+    "quark.torch.quantization.observer",
+    "quark.torch.export",
+}
 REFERENCE = re.compile(r"(quark(?:\.\w+)+):\w+")
 
 

@@ -174,7 +174,8 @@ class ModelExporter:
             opset_version: Version of the operators; by default 20, 21 where blocks, 4-bit or 16-bit
                 codes need it, 25 for 2-bit codes.
             do_constant_folding: Whether the graph is simplified.
-            operator_export_type: Accepted for compatibility.
+            operator_export_type: Must be None or ``OperatorExportTypes.ONNX``: other operators are
+                not written.
             uint4_int4_flag: Accepted for compatibility: 4-bit codes always have a type of their
                 own.
             dynamic_shapes: Axes of each input that may have any size, with names for them, such as
@@ -189,9 +190,15 @@ class ModelExporter:
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
-            ValueError: The model does not take the inputs, is quantized in a way that no graph
-                computes, or cannot be traced; or ``verify`` finds other outputs for the inputs.
+            ValueError: ``operator_export_type`` is not supported; the model does not take the
+                inputs, is quantized in a way that no graph computes, or cannot be traced; or
+                ``verify`` finds other outputs for the inputs.
         """
+        if getattr(operator_export_type, "name", "ONNX") != "ONNX":
+            raise ValueError(
+                f"operator_export_type={operator_export_type}: only operators of ONNX are written. "
+                "Leave it out, or give OperatorExportTypes.ONNX."
+            )
         options = OnnxOptions(
             input_names,
             output_names,
@@ -308,7 +315,7 @@ def export_onnx(
         output_names: Names of the outputs.
         verbose: Passed to ``torch.onnx.export``.
         do_constant_folding: Whether the graph is simplified.
-        operator_export_type: Accepted for compatibility.
+        operator_export_type: Must be None or ``OperatorExportTypes.ONNX``.
         uint4_int4_flag: Accepted for compatibility.
         dynamo: Accepted for compatibility.
         overwrite: Whether an existing directory may be replaced.
@@ -322,6 +329,7 @@ def export_onnx(
         verbose,
         opset_version,
         do_constant_folding,
+        operator_export_type,
         **options,
     )
 

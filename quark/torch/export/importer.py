@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from quark.torch.export.recognition import (
 )
 from quark.torch.quantization.config.value_types import check_types
 from quark.torch.quantization.nn.runtime import check_runtime, set_runtime
+
+logger = logging.getLogger(__name__)
 
 
 class ModelImporter:
@@ -127,7 +130,7 @@ def import_model_from_safetensors(
         attn_implementation: Passed to Transformers. ``from_pretrained`` of Transformers takes
             ``sdpa`` unless told otherwise, whose sums differ in the last bits.
         device: Where to put a model that is built here; the CPU if there is no GPU.
-        multi_gpu: Accepted for compatibility.
+        multi_gpu: No effect, which a warning says: the model lies on one device.
         dequantize: Whether to return a float model with the dequantized values, to quantize it in
             another scheme.
         runtime: How packed layers compute; see ``set_runtime``.
@@ -140,6 +143,12 @@ def import_model_from_safetensors(
     check_types(bool, trust_remote_code=trust_remote_code, dequantize=dequantize)
     _check_directory(model_dir, "model_dir")
     check_runtime(runtime)
+    if multi_gpu:
+        logger.warning(
+            "multi_gpu=%r has no effect: the model lies on one device. from_pretrained(%r, "
+            "device_map='auto') of Transformers spreads it over several.",
+            *(multi_gpu, str(model_dir)),
+        )
     if model is not None and dequantize:
         raise ValueError("dequantize=True builds the model itself: give None for model.")
     if model is not None:

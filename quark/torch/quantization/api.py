@@ -111,15 +111,13 @@ class ModelQuantizer:
             TypeError: The model is no module, or is compiled, parallel or has adapters.
             ValueError: The configuration or ``devices`` do not fit, data is missing, a value is not
                 finite, or the journal is that of another run.
-            OSError: The disk is too full for activations or the journal, or there is no
-                ``offload_dir``.
+            OSError: The disk is too full, or there is no ``offload_dir``.
             ProcessFailure: Another process of the process group failed.
 
         Autocast and inference mode are off meanwhile: the model runs in its own types.
 
-        After an exception of any kind, an interrupt included, the model is as it was, bit for bit.
-        For that, values that algorithms change are kept until the end: up to 1 GiB in main memory,
-        more in temporary files.
+        After any exception, an interrupt included, the model is as it was, bit for bit: values that
+        algorithms change are kept until the end, 1 GiB in main memory, more in temporary files.
 
         In an initialized process group of ``torch.distributed``, all processes call this function
         with the same model, configuration and data, and all with a journal or none. Each runs a
@@ -313,7 +311,7 @@ class ModelQuantizer:
         Args:
             model: A model from ``quantize_model``, in evaluation mode if it has trained.
             quantize: Accepted for compatibility.
-            runtime_options: Accepted for compatibility.
+            runtime_options: No effect, with a warning; see ``enable_native_inference``.
 
         Returns:
             The same model.
@@ -324,6 +322,8 @@ class ModelQuantizer:
         """
         check_module(model)
         check_plain(model)
+        if runtime_options is not None:
+            logger.warning("runtime_options has no effect before the exported model is loaded.")
         layers = dict(quantized_layers(model))
         if not layers:
             raise ValueError("Nothing to freeze: call ModelQuantizer.quantize_model first.")

@@ -22,7 +22,12 @@ from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.config.type import QSchemeType
 from quark.torch.quantization.nn.fake_quantized import FakeQuantizedLayer
-from quark.torch.quantization.nn.layer import QuantizedLayer, input_axis, is_linear
+from quark.torch.quantization.nn.layer import (
+    QuantizedLayer,
+    check_channel_axis,
+    input_axis,
+    is_linear,
+)
 from quark.torch.quantization.nn.operators import (
     has_empty_weight,
     is_operator,
@@ -321,6 +326,8 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
         )
     _check_heads(name, module, layer)
     for tensor, spec in layer.specs():
+        if tensor not in PARAMETERS:
+            check_channel_axis(f"{name}.{tensor}", spec)
         value = getattr(module, tensor, None) if tensor in PARAMETERS else None
         if value is None:
             continue
@@ -341,7 +348,7 @@ def check_fit(name: str, module: nn.Module, layer: QuantizationConfig) -> None:
             raise ValueError(
                 f"{name}.{tensor}: group_size={spec.group_size} does not divide its {size} "
                 f"elements along axis {axis}. Choose one that does ({', '.join(fits)}), or "
-                f"add '*{name.rpartition('.')[2]}' to exclude_layers."
+                f"add '*{name.rpartition('.')[2]}' to exclude (--exclude_layers)."
             )
 
 

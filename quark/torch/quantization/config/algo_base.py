@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -35,7 +36,7 @@ def present_options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any
     known = sorted(f.name for f in fields(cls))
     options: dict[str, Any] = {}
     for key, value in data.items():
-        name = key if key in known else _RENAMED.get(key, key)
+        name = _present_name(key, known)
         if name is None:
             continue
         if name not in known:
@@ -44,7 +45,21 @@ def present_options(data: dict[str, Any], cls: type, what: str) -> dict[str, Any
     return options
 
 
-class AlgoConfig:
+def _present_name(key: str, known: Iterable[str]) -> str | None:
+    """Return the present name of an option; None if it has no effect."""
+    return key if key in known else _RENAMED.get(key, key)
+
+
+class _AcceptsEarlierNames(type):
+    """Lets a class of options be called with names of earlier versions, as files have them."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        known = getattr(cls, "__dataclass_fields__", ())
+        present = {_present_name(key, known): value for key, value in options.items()}
+        return super().__call__(*args, **{k: v for k, v in present.items() if k is not None})
+
+
+class AlgoConfig(metaclass=_AcceptsEarlierNames):
     """Base class of the options of an algorithm. ``name`` names the algorithm in files.
 
     Raises:

@@ -55,8 +55,9 @@ def make_algo_configs(
     for name, options in given.items():
         key = _present_name(name, "algo_configs")
         if type(options) is not ALGO_CONFIGS[key]:
+            kind = "class" if isinstance(options, type) else type(options).__name__
             raise TypeError(
-                f"algo_configs: the options of {name} are a {type(options).__name__}: give "
+                f"algo_configs: the options of {name} are a {kind}: give "
                 f"{ALGO_CONFIGS[key].__name__}(…)."
             )
         options_of[key] = options

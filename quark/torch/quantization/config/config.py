@@ -272,6 +272,17 @@ class Config:
         """Name patterns of the layers of one attention block that share a cache scale."""
         return self.kv_cache_group or list(self.kv_cache_quant_config)
 
+    def get_rotation_config(self) -> RotationConfig | None:
+        """Return the options of the first rotation of ``algo_config``; None if there is none."""
+        options = self.algo_config or []
+        return next((o for o in options if isinstance(o, RotationConfig)), None)
+
+    @staticmethod
+    def with_llm_template(template: Any, scheme: str, *args: Any, **options: Any) -> Config:
+        """Return ``template.get_config(scheme, …)``, the configuration of an ``LLMTemplate``."""
+        config: Config = template.get_config(scheme, *args, **options)
+        return config
+
     def to_dict(self, everything: bool = False) -> dict[str, Any]:
         """Return the configuration as plain JSON types, in the layout of ``config.json``.
 

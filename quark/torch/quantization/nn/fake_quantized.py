@@ -11,7 +11,12 @@ from quark.torch.graph.parameter_writes import write_
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.tensor_names import LOW_RANK, PARAMETERS, PRESCALE
-from quark.torch.quantization.nn.layer import QuantizedLayer, activation_shape, change_class
+from quark.torch.quantization.nn.layer import (
+    QuantizedLayer,
+    activation_shape,
+    change_class,
+    check_channel_axis,
+)
 from quark.torch.quantization.nn.learned_range import make_quantizer
 from quark.torch.quantization.nn.quantizer import QuantizedTensor, TensorQuantizer
 
@@ -224,7 +229,10 @@ class FakeQuantizedLayer(QuantizedLayer):
 
     def quantize_activation(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return ``input_tensors`` or ``output_tensors`` fake-quantized, or observe them."""
-        return _fake_quantized(self.quantizers().get(name), x)
+        quantizer = self.quantizers().get(name)
+        if quantizer is not None and quantizer.is_observing:
+            check_channel_axis(name, quantizer.spec, x.dim())
+        return _fake_quantized(quantizer, x)
 
     def operands(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the quantized values of weight and bias, in their own type."""

@@ -13,6 +13,7 @@ from quark.torch.numerics.granularity import QSchemeType
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.config.layer import QuantizationConfig
 from quark.torch.quantization.config.linear_classes import operator_class
+from quark.torch.quantization.config.spec import QuantizationSpec
 from quark.torch.quantization.config.tensor_names import PARAMETERS
 from quark.torch.quantization.nn.convolution import (
     CONVOLUTIONS,
@@ -330,6 +331,28 @@ def activation_shape(layer: nn.Module, name: str, scheme: Scheme) -> tuple[int, 
         )
     shape[axis] = channels
     return tuple(shape)
+
+
+def check_channel_axis(tensor: str, spec: QuantizationSpec, axes: int | None = None) -> None:
+    """Check that static scales per channel do not belong to the samples of a batch.
+
+    Args:
+        tensor: Name of the inputs or outputs, for the message.
+        spec: Their specification.
+        axes: Number of their axes; None if it is not known yet.
+
+    Raises:
+        ValueError: ``ch_axis`` is the first axis, which has the samples.
+    """
+    if spec.qscheme is not QSchemeType.per_channel or spec.is_dynamic:
+        return
+    axis = spec.ch_axis or 0
+    if axis == 0 or (axes is not None and axis == -axes):
+        raise ValueError(
+            f"{tensor}: static scales per channel along ch_axis={axis} would belong to the samples "
+            "of a batch. Give the axis of the channels (-1 for linear layers, 1 for "
+            "convolutions), or set is_dynamic=True for a scale for each token."
+        )
 
 
 def channel_count(layer: nn.Module, name: str) -> int | None:

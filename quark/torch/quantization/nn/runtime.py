@@ -63,27 +63,37 @@ class RuntimeOptions:
 
     Attributes:
         runtime: As ``set_runtime`` takes it.
+        native_linear_mode: Must be ``auto``: the format of each layer decides about its product.
     """
 
     runtime: str = "fast"
+    native_linear_mode: str = "auto"
 
     def __post_init__(self) -> None:
-        """Check the name.
+        """Check the names.
 
         Raises:
-            ValueError: The name is unknown.
+            ValueError: The runtime is unknown, or the mode is not ``auto``.
         """
         check_runtime(self.runtime)
+        if self.native_linear_mode != "auto":
+            raise ValueError(
+                f"native_linear_mode={self.native_linear_mode!r} is not supported: the format of "
+                "each layer decides about its product. Leave it out, and give "
+                "runtime='compiled' for formats without a kernel, such as fp8."
+            )
 
 
-def enable_native_inference(model: nn.Module, options: RuntimeOptions | None = None) -> nn.Module:
+def enable_native_inference(
+    model: nn.Module, runtime_options: RuntimeOptions | None = None
+) -> nn.Module:
     """Let a loaded model use the fastest products, in place; see ``set_runtime``.
 
     Args:
         model: A model that was loaded from a quantized checkpoint.
-        options: Which runtime to use; by default ``fast``.
+        runtime_options: Which runtime to use; by default ``fast``.
     """
-    return set_runtime(model, (options or RuntimeOptions()).runtime)
+    return set_runtime(model, (runtime_options or RuntimeOptions()).runtime)
 
 
 def disable_native_inference(model: nn.Module) -> nn.Module:

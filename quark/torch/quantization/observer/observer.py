@@ -123,7 +123,17 @@ class MinMaxObserver(ObserverBase):
         self.widen(lo, hi)
 
     def widen(self, lo: torch.Tensor, hi: torch.Tensor) -> None:
-        """Widen the ranges to include [lo, hi]."""
+        """Widen the ranges to include [lo, hi].
+
+        Raises:
+            ValueError: They have another number of channels.
+        """
+        if self.lo is not None and self.lo.shape != lo.shape:
+            counts = " and ".join(str(ranges.numel()) for ranges in (self.lo, lo))
+            raise ValueError(
+                f"Tensors with {counts} channels along ch_axis={self.scheme.axis} have no common "
+                "scales. Give the axis of the channels, or set is_dynamic=True."
+            )
         self.lo = lo if self.lo is None else torch.minimum(self.lo, lo)
         self.hi = hi if self.hi is None else torch.maximum(self.hi, hi)
 

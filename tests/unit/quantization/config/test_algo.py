@@ -176,6 +176,12 @@ def test_file_of_the_earlier_name_is_the_same_reader(tmp_path):
 def test_options_of_earlier_versions(given, expected):
     loaded = algo_config_from_dict(given)
     assert {key: getattr(loaded, key) for key in expected} == expected
+    assert ALGO_CONFIGS[given["name"]](**given) == loaded
+
+
+def test_an_option_that_no_version_had_is_an_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'online_hadamard'"):
+        ALGO_CONFIGS["quarot"](online_hadamard=True)
 
 
 def test_online_rotations_become_an_object():

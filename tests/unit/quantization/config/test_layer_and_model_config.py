@@ -307,3 +307,9 @@ def test_activations_of_mx_are_dynamic(tensor, is_dynamic):
     made = QuantizationConfig(**{tensor: QuantizationSpec("mx", **fields)})
     assert getattr(made, tensor).is_dynamic is True
     assert not getattr(made, tensor).needs_data
+
+
+def test_the_rotation_of_a_model():
+    assert Config(algo_config=[AWQ, ROTATION, GPTQ]).get_rotation_config() is ROTATION
+    assert Config(algo_config=[AWQ]).get_rotation_config() is None
+    assert Config().get_rotation_config() is None

@@ -158,7 +158,7 @@ def test_algorithms_by_name():
             "options of smoothquant are a AWQConfig: give SmoothQuantConfig",
         ),
         ("awq", {"random_tokens": 1.0}, "options of awq are a dict: give AWQConfig"),
-        ("awq", AWQConfig, "options of awq are a type: give AWQConfig"),
+        ("awq", AWQConfig, "options of awq are a class: give AWQConfig"),
     ],
 )
 def test_options_of_another_algorithm_are_refused(name, options, said):
@@ -293,3 +293,13 @@ def test_cache_leaves_the_given_configuration_alone():
     config = Config(scheme("int8_wo"))
     with_kv_cache(config, ["*k_proj"], "fp8", min_kv_scale=0.5)
     assert config == Config(scheme("int8_wo"))
+
+
+def test_a_configuration_of_a_template():
+    """The documented order of arguments is that of ``get_config``."""
+    template = LLMTemplate.get("llama")
+    arguments = ("fp8", "gptq", "fp8", 0.5, None, {"*down_proj": "int8"}, None, ["*lm_head"])
+    assert Config.with_llm_template(template, *arguments) == template.get_config(*arguments)
+    named = {"algorithm": ["awq"], "kv_cache_scheme": "fp8", "attention_scheme": "fp8"}
+    made = Config.with_llm_template(template, scheme="fp8", **named)
+    assert made == template.get_config("fp8", **named)

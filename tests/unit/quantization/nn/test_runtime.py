@@ -346,8 +346,10 @@ class TestChoice:
         model = loaded("int4_wo_32")
         assert enable_native_inference(model) is model
         assert {m.runtime for m in linears(model).values()} == {"fast"}
-        enable_native_inference(model, RuntimeOptions("unpacked"))
+        enable_native_inference(model, runtime_options=RuntimeOptions("unpacked"))
         assert set(describe_runtime(model).values()) == {"unpacked once"}
+        enable_native_inference(model, RuntimeOptions(native_linear_mode="auto"))
+        assert {m.runtime for m in linears(model).values()} == {"fast"}
         disable_native_inference(model)
         assert {m.runtime for m in linears(model).values()} == {"exact"}
 
@@ -364,6 +366,10 @@ class TestChoice:
     def test_unknown_names_are_refused_before_anything_is_read(self, choose, tmp_path):
         with pytest.raises(ValueError, match="runtime='quick' is unknown: give one of exact, auto"):
             choose(nn.Linear(1, 1), tmp_path)
+
+    def test_another_mode_of_linear_layers_is_refused(self):
+        with pytest.raises(ValueError, match=r"mode='fp8_per_tensor' is not supported: .*compiled"):
+            RuntimeOptions(native_linear_mode="fp8_per_tensor")
 
     def test_models_that_are_read_in_parts(self, build, quantize, export):
         directory = export(quantize(build(num_hidden_layers=1), preset("int4_wo_32")))
