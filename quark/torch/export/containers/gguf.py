@@ -57,14 +57,14 @@ class Gguf(Container):
         self, path: Path, trust_remote_code: bool = False, **options: Any
     ) -> nn.Module:
         """Return the float model of a file; see ``Container.architecture``."""
-        from quark.torch.export.gguf.importer import match_gguf
+        from quark.torch.export.gguf.matching import match_gguf
 
         return match_gguf(self.file(path), **options).model
 
     def has_codes(self, path: Path) -> bool:
         """Whether a file has blocks, and all of them are of types whose codes are read."""
         from quark.torch.export.gguf.blocks import has_codes
-        from quark.torch.export.gguf.importer import FLOAT_TYPES
+        from quark.torch.export.gguf.matching import FLOAT_TYPES
 
         kinds = {tensor.kind for tensor in GgufFile(self.file(path)).tensors.values()}
         blocks = kinds - FLOAT_TYPES.keys()

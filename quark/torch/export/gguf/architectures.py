@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from torch import nn
+
+from quark.torch.export.checkpoint.transformers_names import saved_names
 from quark.torch.export.gguf.rope import SCALINGS, rope_parameters
 
 TENSOR_SCALE = ".scale"  # ends the name of the tensor scale of a weight
@@ -21,6 +24,9 @@ class Architecture(NamedTuple):
         rms: Whether norms are RMSNorm; LayerNorm otherwise.
         tensor_scales: Whether llama.cpp multiplies the products of every layer by its tensor
             scale. It reads the scales of other families too, and leaves out those of their MLPs.
+        normalizes: Whether llama.cpp divides the scores of the chosen experts of a token by their
+            sum; None for families without experts.
+        has_own_head: Whether llama.cpp requires an output head that is not the embedding.
     """
 
     name: str
@@ -28,6 +34,8 @@ class Architecture(NamedTuple):
     norm_offset: int = 0
     rms: bool = True
     tensor_scales: bool = False
+    normalizes: bool | None = None
+    has_own_head: bool = False
 
 
 ARCHITECTURES = {  # by model_type
@@ -40,6 +48,10 @@ ARCHITECTURES = {  # by model_type
     "gemma3_text": Architecture("gemma3", norm_offset=1),
     "phi": Architecture("phi2", rms=False),
     "phi3": Architecture("phi3"),
+    "mixtral": Architecture("llama", interleaves=True, tensor_scales=True, normalizes=True),
+    "qwen2_moe": Architecture("qwen2moe", normalizes=False, has_own_head=True),
+    "qwen3_moe": Architecture("qwen3moe", tensor_scales=True, normalizes=True),
+    "olmoe": Architecture("olmoe", normalizes=False, has_own_head=True),
 }
 
 
@@ -52,7 +64,7 @@ def architecture_of(config: Any) -> Architecture:
 
     Raises:
         UnknownArchitecture: The model type is not supported.
-        ValueError: The scaling of its rotary embedding is not supported.
+        ValueError: llama.cpp does not compute what the configuration says.
     """
     kind = getattr(config, "model_type", None)
     if kind not in ARCHITECTURES:
@@ -65,7 +77,21 @@ def architecture_of(config: Any) -> Architecture:
         raise ValueError(
             f"GGUF export knows rotary embedding scaled by {', '.join(SCALINGS)}, not {scaling!r}."
         )
-    return ARCHITECTURES[kind]
+    architecture = ARCHITECTURES[kind]
+    computed: dict[str, Any] = {}
+    if architecture.normalizes is not None:
+        computed |= {"norm_topk_prob": architecture.normalizes, "hidden_act": "silu"}
+        computed |= {"attention_bias": False, "clip_qkv": None}
+    if architecture.has_own_head:
+        computed["tie_word_embeddings"] = False
+    for field, expected in computed.items():
+        if getattr(config, field, expected) != expected:
+            raise ValueError(
+                f"The model has {field}={getattr(config, field)!r}, but llama.cpp computes models "
+                f"{architecture.name!r} as with {field}={expected!r}. Write safetensors (for vLLM "
+                "and Transformers) or ONNX instead."
+            )
+    return architecture
 
 
 def head_size(config: Any) -> int:
@@ -79,22 +105,36 @@ def is_rotated(key: str) -> bool:
     return key.split(".")[-2] in ("q_proj", "k_proj")
 
 
-def tensor_names(architecture: Architecture, config: Any) -> Callable[[str], str]:
-    """Return the function from a tensor's name in Transformers to its name in GGUF.
+def tensor_names(
+    architecture: Architecture, model: nn.Module, keys: Iterable[str]
+) -> dict[str, str]:
+    """Return names of tensors in Transformers -> their names in GGUF.
 
-    The function raises ValueError for a tensor that the architecture does not have.
+    Args:
+        architecture: How the model family is stored.
+        model: The model.
+        keys: Names of its tensors. Those of experts are without the number of the expert, such as
+            ``model.layers.0.mlp.experts.up_proj.weight``.
+
+    Raises:
+        ValueError: The architecture does not have a tensor.
     """
     gguf = import_gguf()
+    config: Any = model.config
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     table = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-
-    def gguf_name(key: str) -> str:
-        name: str | None = table.get_name(key, try_suffixes=(".weight", ".bias", TENSOR_SCALE))
+    owners = {key: key.rpartition(".")[0] for key in keys}
+    # Some names in the model are not those of its checkpoints, which the table has.
+    saved = dict(zip(owners, saved_names(model, owners.values()), strict=True))
+    names = {}
+    for key, owner in owners.items():
+        given = (key, saved[key] + key.removeprefix(owner))
+        found = (table.get_name(k, try_suffixes=(".weight", ".bias", TENSOR_SCALE)) for k in given)
+        name = next((name for name in found if name is not None), None)
         if name is None:
             raise ValueError(f"GGUF has no place for {key} in a model {architecture.name!r}.")
-        return name
-
-    return gguf_name
+        names[key] = name
+    return names
 
 
 def import_gguf() -> Any:
