@@ -27,6 +27,7 @@ class Architecture(NamedTuple):
         normalizes: Whether llama.cpp divides the scores of the chosen experts of a token by their
             sum; None for families without experts.
         has_own_head: Whether llama.cpp requires an output head that is not the embedding.
+        shares_keys: Whether llama.cpp knows heads of keys that serve several heads of queries.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Architecture(NamedTuple):
     tensor_scales: bool = False
     normalizes: bool | None = None
     has_own_head: bool = False
+    shares_keys: bool = True
 
 
 ARCHITECTURES = {  # by model_type
@@ -51,7 +53,7 @@ ARCHITECTURES = {  # by model_type
     "mixtral": Architecture("llama", interleaves=True, tensor_scales=True, normalizes=True),
     "qwen2_moe": Architecture("qwen2moe", normalizes=False, has_own_head=True),
     "qwen3_moe": Architecture("qwen3moe", tensor_scales=True, normalizes=True),
-    "olmoe": Architecture("olmoe", normalizes=False, has_own_head=True),
+    "olmoe": Architecture("olmoe", normalizes=False, has_own_head=True, shares_keys=False),
 }
 
 
@@ -84,6 +86,8 @@ def architecture_of(config: Any) -> Architecture:
         computed |= {"attention_bias": False, "clip_qkv": None}
     if architecture.has_own_head:
         computed["tie_word_embeddings"] = False
+    if not architecture.shares_keys:
+        computed["num_key_value_heads"] = config.num_attention_heads
     for field, expected in computed.items():
         if getattr(config, field, expected) != expected:
             raise ValueError(
