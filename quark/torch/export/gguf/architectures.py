@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from quark.torch.export.checkpoint.transformers_names import saved_names
-from quark.torch.export.gguf.rope import SCALINGS, rope_parameters
+from quark.torch.export.gguf.rope import check_scaling, rope_parameters
 
 TENSOR_SCALE = ".scale"  # ends the name of the tensor scale of a weight
+_KINDS = (".weight", ".bias", TENSOR_SCALE)
 
 
 class Architecture(NamedTuple):
@@ -28,6 +29,10 @@ class Architecture(NamedTuple):
             sum; None for families without experts.
         has_own_head: Whether llama.cpp requires an output head that is not the embedding.
         shares_keys: Whether llama.cpp knows heads of keys that serve several heads of queries.
+        has_biases: Whether the attention of a mixture of experts has biases.
+        alternates: Whether the rows of gate and up alternate in one matrix of an expert.
+        window_period: Number of layers of which the last one attends to everything, and the others
+            to a window; None if all layers are alike.
     """
 
     name: str
@@ -38,6 +43,9 @@ class Architecture(NamedTuple):
     normalizes: bool | None = None
     has_own_head: bool = False
     shares_keys: bool = True
+    has_biases: bool = False
+    alternates: bool = False
+    window_period: int | None = None
 
 
 ARCHITECTURES = {  # by model_type
@@ -54,6 +62,14 @@ ARCHITECTURES = {  # by model_type
     "qwen2_moe": Architecture("qwen2moe", normalizes=False, has_own_head=True),
     "qwen3_moe": Architecture("qwen3moe", tensor_scales=True, normalizes=True),
     "olmoe": Architecture("olmoe", normalizes=False, has_own_head=True, shares_keys=False),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        normalizes=True,
+        has_own_head=True,
+        has_biases=True,
+        alternates=True,
+        window_period=2,
+    ),
 }
 
 
@@ -74,21 +90,9 @@ def architecture_of(config: Any) -> Architecture:
             f"GGUF export knows the model types {', '.join(ARCHITECTURES)}, not {kind!r}. Write "
             "safetensors (for vLLM and Transformers) or ONNX instead."
         )
-    scaling = rope_parameters(config).get("rope_type", "default")
-    if scaling not in SCALINGS:
-        raise ValueError(
-            f"GGUF export knows rotary embedding scaled by {', '.join(SCALINGS)}, not {scaling!r}."
-        )
+    check_scaling(rope_parameters(config))
     architecture = ARCHITECTURES[kind]
-    computed: dict[str, Any] = {}
-    if architecture.normalizes is not None:
-        computed |= {"norm_topk_prob": architecture.normalizes, "hidden_act": "silu"}
-        computed |= {"attention_bias": False, "clip_qkv": None}
-    if architecture.has_own_head:
-        computed["tie_word_embeddings"] = False
-    if not architecture.shares_keys:
-        computed["num_key_value_heads"] = config.num_attention_heads
-    for field, expected in computed.items():
+    for field, expected in _computed(config, architecture).items():
         if getattr(config, field, expected) != expected:
             raise ValueError(
                 f"The model has {field}={getattr(config, field)!r}, but llama.cpp computes models "
@@ -96,6 +100,25 @@ def architecture_of(config: Any) -> Architecture:
                 "and Transformers) or ONNX instead."
             )
     return architecture
+
+
+def _computed(config: Any, architecture: Architecture) -> dict[str, Any]:
+    """Return the options of a model that llama.cpp does not read, and the value that it takes."""
+    computed: dict[str, Any] = {}
+    if architecture.normalizes is not None:
+        computed |= {"norm_topk_prob": architecture.normalizes, "hidden_act": "silu"}
+        computed |= {"attention_bias": architecture.has_biases, "clip_qkv": None}
+        computed |= {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    if architecture.has_own_head:
+        computed["tie_word_embeddings"] = False
+    if not architecture.shares_keys:
+        computed["num_key_value_heads"] = config.num_attention_heads
+    if architecture.window_period is not None:
+        computed["layer_types"] = [
+            "sliding_attention" if number % architecture.window_period else "full_attention"
+            for number in range(1, config.num_hidden_layers + 1)
+        ]
+    return computed
 
 
 def head_size(config: Any) -> int:
@@ -107,6 +130,15 @@ def head_size(config: Any) -> int:
 def is_rotated(key: str) -> bool:
     """Whether rotary embedding acts on the outputs of the layer that a tensor belongs to."""
     return key.split(".")[-2] in ("q_proj", "k_proj")
+
+
+def matrices_of(part: str, architecture: Architecture) -> list[str]:
+    """Return the matrices in GGUF whose rows alternate in a linear layer of an expert.
+
+    Example: ``gate_up_proj`` of gpt-oss has the rows of ``gate_proj`` and ``up_proj``.
+    """
+    *roles, kind = part.split("_")
+    return [f"{role}_{kind}" for role in roles] if architecture.alternates else [part]
 
 
 def tensor_names(
@@ -133,11 +165,12 @@ def tensor_names(
     names = {}
     for key, owner in owners.items():
         given = (key, saved[key] + key.removeprefix(owner))
-        found = (table.get_name(k, try_suffixes=(".weight", ".bias", TENSOR_SCALE)) for k in given)
+        found = (table.get_name(k, try_suffixes=_KINDS) for k in given)
         name = next((name for name in found if name is not None), None)
         if name is None:
             raise ValueError(f"GGUF has no place for {key} in a model {architecture.name!r}.")
-        names[key] = name
+        # A parameter without a kind in its name, such as the sinks of attention, has one in GGUF.
+        names[key] = name if name.endswith(_KINDS) else f"{name}.weight"
     return names
 
 

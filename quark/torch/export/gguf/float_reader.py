@@ -71,9 +71,8 @@ class GgufValues:
     def __init__(self, match: GgufModel) -> None:
         self._match = match
         self.entries: dict[str, TensorHeader] = {}
-        for source in match.sources.values():
-            kind = match.file.tensors[source.name].kind
-            _check_kind(kind, f"{match.file.path}: {source.name}")
+        for key, source in match.sources.items():
+            _check_kind(match.kind(key), f"{match.file.path}: {source.names[0]}")
         for key, parameter in match.model.state_dict().items():
             if key in match.stacked or key in match.sources:
                 is_whole = key in match.stacked  # ``match`` compared the shapes of its parts
@@ -93,7 +92,7 @@ class GgufValues:
     def _value(self, name: str) -> torch.Tensor:
         """Return one tensor by its name in the model with split experts."""
         match, source = self._match, self._match.sources[name]
-        kind = match.file.tensors[source.name].kind
+        kind = match.kind(name)
         if kind in FLOAT_TYPES:
             return float_values(match, name).to(match.dtype)
         blocks = rows_of(match, name)
@@ -102,7 +101,7 @@ class GgufValues:
         step, scale = max(1, _ELEMENTS // source.shape[-1]), tensor_scale(match.file, source)
         for start in range(0, len(matrix), step):
             part = slice(start, start + step)
-            matrix[part] = _dequantize(rows[part], kind, source.name, scale)
+            matrix[part] = _dequantize(rows[part], kind, source.names[0], scale)
         return values
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

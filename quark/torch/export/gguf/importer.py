@@ -24,8 +24,6 @@ from quark.torch.export.gguf.matching import (
     rows_of,
     tensor_scale,
 )
-from quark.torch.export.gguf.reader import GgufFile
-from quark.torch.export.gguf.sources import Source
 from quark.torch.quantization.config.config import Config, QuantizationConfig
 from quark.torch.quantization.config.export import JsonExporterConfig
 from quark.torch.quantization.config.match import literal
@@ -62,7 +60,7 @@ def open_gguf(path: Path, **options: Any) -> GgufCheckpoint:
     match = match_gguf(path, **options)
     file, model, sources = match.file, match.model, match.sources
     copies = {key: sources[origin] for key, origin in match.tied.items()}
-    if any(file.tensors[source.name].kind not in FLOAT_TYPES for source in copies.values()):
+    if any(match.kind(origin) not in FLOAT_TYPES for origin in match.tied.values()):
         # Modules cannot share a packed weight: each gets one of its own, with the same codes.
         config: Any = model.config
         config.tie_word_embeddings = False
@@ -96,23 +94,24 @@ class GgufTensors:
         self.specs: dict[str, QuantizationSpec] = {}
         self.entries: dict[str, TensorHeader] = {}
         self.origins: dict[str, str] = {}  # name in Quark's format -> name in the model
-        of_names: dict[str, QuantizationSpec] = {}  # one for all experts of a stack
+        of_names: dict[tuple[str, ...], QuantizationSpec] = {}  # one for all experts of a stack
         state, self.stacks = match.model.state_dict(), match.float_stacks()
         inside = {part for key in self.stacks for part in self.stacks[key].split(state[key])}
         for key in self.stacks:
             self._add(key, key, tuple(state[key].shape), match.dtype, 0)
         for key, source in match.sources.items():
-            tensor = match.file.tensors[source.name]
-            size = tensor.bytes if source.expert is None else tensor.bytes // tensor.shape[0]
             if key in inside:
                 continue
-            if tensor.kind in FLOAT_TYPES:
+            stored = [match.file.tensors[name] for name in source.names]
+            parts = 1 if source.expert is None else stored[0].shape[0]
+            size = sum(tensor.bytes for tensor in stored) // parts
+            if match.kind(key) in FLOAT_TYPES:
                 self._add(key, key, source.shape, match.dtype, size)
                 continue
-            if source.name not in of_names:
-                of_names[source.name] = _spec_of(match.file, source)
+            if source.names not in of_names:
+                of_names[source.names] = _spec_of(match, key)
             layer = key.removesuffix(".weight")
-            self.specs[layer] = spec = of_names[source.name]
+            self.specs[layer] = spec = of_names[source.names]
             for part, (shape, dtype) in self.layout.declare(spec, source.shape, True).items():
                 # A block holds codes and scales: the codes stand for all its bytes.
                 self._add(_part_name(layer, part), key, shape, dtype, 0 if part else size)
@@ -141,7 +140,7 @@ class GgufTensors:
             yield key, match.stack(key, lambda part: float_values(match, part), match.dtype)
             return
         source = match.sources[key]
-        layer, kind = key.removesuffix(".weight"), match.file.tensors[source.name].kind
+        layer, kind = key.removesuffix(".weight"), match.kind(key)
         if kind in FLOAT_TYPES:
             yield key, float_values(match, key).to(match.dtype)
             return
@@ -151,12 +150,13 @@ class GgufTensors:
             yield _part_name(layer, part), tensor
 
 
-def _spec_of(file: GgufFile, source: Source) -> QuantizationSpec:
-    """Return the specification of a weight in blocks."""
-    blocks, kind = file.blocks(source.name), file.tensors[source.name].kind
-    if source.expert is not None or blocks.dim() == 1:
-        blocks = blocks.reshape(-1, blocks.shape[-1])
-    return block_spec(kind, blocks, source.name)
+def _spec_of(match: GgufModel, key: str) -> QuantizationSpec:
+    """Return the specification of a weight in blocks, the same one for all experts of a stack."""
+    source = match.sources[key]
+    if source.expert is None:
+        return block_spec(match.kind(key), rows_of(match, key), source.names[0])
+    blocks = torch.cat([match.file.blocks(name).flatten(0, 1) for name in source.names])
+    return block_spec(match.kind(key), blocks, source.names[0])
 
 
 def _part_name(layer: str, part: str) -> str:

@@ -67,6 +67,10 @@ class GgufModel(NamedTuple):
         """Width of an attention head."""
         return head_size(self.model.config)
 
+    def kind(self, key: str) -> str:
+        """Return the type of a tensor in the file, by its name in the model with split experts."""
+        return self.file.tensors[self.sources[key].names[0]].kind
+
     def stack(
         self, key: str, value: Callable[[str], torch.Tensor], dtype: torch.dtype
     ) -> torch.Tensor:
@@ -89,7 +93,7 @@ class GgufModel(NamedTuple):
             owner.experts
             for key, owner in self.stacked.items()
             for name in owner.split(state[key])
-            if self.file.tensors[self.sources[name].name].kind not in FLOAT_TYPES
+            if self.kind(name) not in FLOAT_TYPES
         }
         return {key: owner for key, owner in self.stacked.items() if owner.experts not in split}
 
@@ -122,7 +126,7 @@ def match_gguf(path: Path, dtype: torch.dtype | None = None, **options: Any) -> 
     read_scaling(config, file, architecture.name)
     dtype = dtype or _float_type(file)
     model = empty_model(config, file.tensors, path, dtype, **options)
-    stacked = stacked_parameters(model)
+    stacked = stacked_parameters(model, architecture)
     names = names_in_file(model, architecture, stacked)
     stored = set(names.values())
     scales = _scales_of(file, stored, TENSOR_SCALE)
@@ -163,18 +167,28 @@ def tensor_scale(file: GgufFile, source: Source) -> torch.Tensor | None:
     It is 1 where the file has none, as in llama.cpp.
 
     Raises:
-        ValueError: It is not one positive, finite float32 number, for each expert of a stack.
+        ValueError: It is not one positive, finite float32 number, for each expert of a stack; or
+            the rows of the weight have several.
     """
-    name = source.name
-    if not has_tensor_scale(file.tensors[name].kind):
+    if not has_tensor_scale(file.tensors[source.names[0]].kind):
         return None
+    scales = [_stored_scale(file, name, source.expert) for name in source.names]
+    if any(scale != scales[0] for scale in scales):
+        raise ValueError(
+            f"{file.path}: {' and '.join(source.names)} have several tensor scales, but their rows "
+            "are in one matrix of the model. Write them in another type."
+        )
+    return scales[0]
+
+
+def _stored_scale(file: GgufFile, name: str, expert: int | None) -> torch.Tensor:
     stored = file.tensors.get(_scale_name(name))
     if stored is None:
         return torch.ones(())
-    count = 1 if source.expert is None else file.tensors[name].shape[0]
+    count = 1 if expert is None else file.tensors[name].shape[0]
     if stored.kind == "F32" and prod(stored.shape) == count:
         scales = file.blocks(_scale_name(name)).clone().view(torch.float32).flatten()
-        scale = scales[source.expert or 0]
+        scale = scales[expert or 0]
         if scale.isfinite() and scale > 0:
             return scale
     raise ValueError(
@@ -216,7 +230,10 @@ def rows_of(match: GgufModel, key: str) -> torch.Tensor:
         key: Name of the tensor in the model, its experts split.
     """
     source = match.sources[key]
-    blocks = match.file.blocks(source.name, source.expert).reshape(*source.shape[:-1], -1)
+    height = source.shape[0] // len(source.names)
+    stored = [match.file.blocks(n, source.expert).reshape(height, -1) for n in source.names]
+    blocks = stored[0] if len(stored) == 1 else torch.stack(stored, 1)
+    blocks = blocks.reshape(*source.shape[:-1], -1)
     if not (match.architecture.interleaves and is_rotated(key)):
         return blocks
     # argsort inverts the permutation: rows return to the order of Transformers.
@@ -225,8 +242,7 @@ def rows_of(match: GgufModel, key: str) -> torch.Tensor:
 
 def float_values(match: GgufModel, key: str) -> torch.Tensor:
     """Return the values of a tensor of floats; see ``rows_of``."""
-    kind = match.file.tensors[match.sources[key].name].kind
-    values = rows_of(match, key).clone().view(FLOAT_TYPES[kind])
+    values = rows_of(match, key).clone().view(FLOAT_TYPES[match.kind(key)])
     if match.architecture.norm_offset and key.endswith("norm.weight"):
         return values - match.architecture.norm_offset
     return values
@@ -235,19 +251,18 @@ def float_values(match: GgufModel, key: str) -> torch.Tensor:
 def _float_type(file: GgufFile) -> torch.dtype:
     """Return the type for tensors that are not quantized.
 
-    It is the type of the float matrices, unless a vector, or the weight of a router, does not fit
-    in it exactly. These are float32 in files of any type.
+    It is the type of the float matrices, unless a vector, a bias or the weight of a router does not
+    fit in it exactly. These are float32 in files of any type.
     """
     floats = {name: tensor for name, tensor in file.tensors.items() if tensor.kind in FLOAT_TYPES}
-    plain = [t for n, t in floats.items() if len(t.shape) > 1 and not n.endswith(ROUTER)]
-    kinds = {FLOAT_TYPES[tensor.kind] for tensor in plain}
+    wide = {n for n, t in floats.items() if len(t.shape) == 1 or n.endswith((ROUTER, ".bias"))}
+    kinds = {FLOAT_TYPES[tensor.kind] for name, tensor in floats.items() if name not in wide}
     if len(kinds) != 1:
         return torch.float32
     (kind,) = kinds
-    for name, tensor in floats.items():
+    for name in wide:
         is_parameter = name != FACTORS and not name.endswith((TENSOR_SCALE, _INPUT_SCALE))
-        is_wide = tensor.kind == "F32" and (len(tensor.shape) == 1 or name.endswith(ROUTER))
-        if is_wide and is_parameter:
+        if floats[name].kind == "F32" and is_parameter:
             values = file.blocks(name).clone().view(torch.float32)
             if not values.to(kind).float().equal(values):
                 return torch.float32

@@ -9,7 +9,7 @@ from quark.torch.earlier_output import WRITER
 from quark.torch.export.checkpoint.architecture import made_config
 from quark.torch.export.gguf.architectures import ARCHITECTURES, Architecture, head_size
 from quark.torch.export.gguf.reader import GgufFile
-from quark.torch.export.gguf.rope import DEFAULT_THETA, rope_parameters
+from quark.torch.export.gguf.rope import DEFAULT_THETA, add_scaling, rope_parameters
 
 # Key of the header, after the architecture -> field of configurations of Transformers.
 _EXPERTS = {
@@ -26,6 +26,7 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
     "vocab_size": "vocab_size",
     **_EXPERTS,
 }
@@ -62,11 +63,7 @@ def add_metadata(writer: Any, config: Any, name: str, architecture: Architecture
     writer.add_vocab_size(config.vocab_size)
     writer.add_rope_dimension_count(int(rotated * head))
     writer.add_rope_freq_base(float(rope.get("rope_theta", DEFAULT_THETA)))
-    if rope.get("rope_type") == "linear":
-        from gguf import RopeScalingType
-
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
+    add_scaling(writer, rope, architecture.name)
     if architecture.rms:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
@@ -84,6 +81,8 @@ def add_metadata(writer: Any, config: Any, name: str, architecture: Architecture
         for key, field in _EXPERTS.items():
             if hasattr(config, field):
                 writer.add_uint32(f"{architecture.name}.{key}", getattr(config, field))
+        if not hasattr(config, "moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config.intermediate_size)
 
 
 def _uses_window(config: Any) -> bool:
@@ -114,16 +113,16 @@ def mixture_config(file: GgufFile) -> Any:
     """
     kind = _mixture(file)
     assert kind is not None
-    rope = {"rope_type": "default", "rope_theta": _number(file, "rope.freq_base", DEFAULT_THETA)}
-    described = {
+    known = made_config({"model_type": kind}, file.path)
+    theta = _number(file, "rope.freq_base", DEFAULT_THETA)
+    described: dict[str, Any] = {
         "model_type": kind,
         "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": _HEAD not in file.tensors,
     }
     for name, field in _TOKENS.items():
         described[field] = file.values.get(f"tokenizer.ggml.{name}_token_id")
-    known = made_config({"model_type": kind}, file.path)
     for key, field in _SIZES.items():
         is_known = hasattr(known, field) or field == "head_dim"
         if key in _REQUIRED or (is_known and _key(file, key) in file.values):

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from quark.torch.export.gguf.architectures import TENSOR_SCALE, Architecture, tensor_names
+from quark.torch.export.gguf.architectures import (
+    TENSOR_SCALE,
+    Architecture,
+    matrices_of,
+    tensor_names,
+)
 from quark.torch.quantization.nn.layer import QuantizedLayer
 from quark.torch.quantization.nn.linear_experts import LinearExperts
 
@@ -21,10 +26,12 @@ class Place(NamedTuple):
         owner: Name of a module.
         attribute: Name of its parameter or buffer. The bias of a quantized layer may be quantized.
             The tensor scale of its weight is called as in GGUF.
+        rows: The rows of its tensor.
     """
 
     owner: str
     attribute: str
+    rows: slice = slice(None)
 
     @property
     def key(self) -> str:
@@ -59,8 +66,8 @@ def stored_tensors(model: nn.Module, architecture: Architecture) -> dict[str, St
     Raises:
         ValueError: A tensor has no name in GGUF.
     """
-    stacks = {
-        f"{path}.{name}": f"{path}.{name.partition('.')[2]}"
+    stacks = {  # name of a linear layer of an expert -> layer of experts, name in the expert
+        f"{path}.{name}": (path, name.partition(".")[2])
         for path, module in model.named_modules()
         if isinstance(module, LinearExperts)
         for stack in module.stacks.values()
@@ -68,8 +75,15 @@ def stored_tensors(model: nn.Module, architecture: Architecture) -> dict[str, St
     }
     groups: dict[str, list[Place]] = {}  # by the name in the model, without the number of an expert
     for place in _places(model):
-        common = place._replace(owner=stacks.get(place.owner, place.owner))
-        groups.setdefault(common.key, []).append(place)
+        if place.owner not in stacks:
+            groups[place.key] = [place]
+            continue
+        path, part = stacks[place.owner]
+        matrices = matrices_of(part, architecture)
+        for number, matrix in enumerate(matrices):
+            rows = slice(number, None, len(matrices))
+            common = f"{path}.{matrix}.{place.attribute}"
+            groups.setdefault(common, []).append(place._replace(rows=rows))
     names = tensor_names(architecture, model, groups)
     return {
         names[key]: StoredTensor(tuple(places), places[0].owner in stacks)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from quark.torch.export.gguf.architectures import Architecture, tensor_names
+from quark.torch.export.gguf.architectures import Architecture, matrices_of, tensor_names
 from quark.torch.export.gguf.reader import GgufTensor
 from quark.torch.quantization.nn.experts import stack_layouts
 from quark.torch.quantization.nn.linear_experts import Stack
@@ -19,12 +19,12 @@ class Source(NamedTuple):
     """Where a parameter is in a file.
 
     Attributes:
-        name: Name of the tensor.
-        expert: Place on the first axis of the tensor; None if the tensor is the parameter.
+        names: Names of the tensors: one, or several whose rows alternate in the parameter.
+        expert: Place on the first axis of the tensors; None if the tensor is the parameter.
         shape: Shape of the parameter.
     """
 
-    name: str
+    names: tuple[str, ...]
     expert: int | None
     shape: tuple[int, ...]
 
@@ -36,16 +36,17 @@ class StackedParameter(NamedTuple):
         experts: Name of the layer of experts.
         layout: Its layout.
         kind: What it holds of each linear layer: weight or bias.
+        matrices: Names of the parts of the layout -> matrices in GGUF whose rows they have.
     """
 
     experts: str
     layout: Stack
     kind: str
+    matrices: dict[str, list[str]]
 
-    @property
-    def common_names(self) -> list[str]:
-        """Names of what it holds, without the number of the expert."""
-        return [f"{self.experts}.{part}.{self.kind}" for part in self.layout.parts]
+    def common_names(self, part: str) -> list[str]:
+        """Return names of what it holds of a part, without the number of the expert."""
+        return [f"{self.experts}.{matrix}.{self.kind}" for matrix in self.matrices[part]]
 
     def split(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of values of the parameter, by the names that they have in split experts."""
@@ -53,11 +54,13 @@ class StackedParameter(NamedTuple):
         return {f"{self.experts}.{place}.{self.kind}": view for place, view in parts}
 
 
-def stacked_parameters(model: nn.Module) -> dict[str, StackedParameter]:
+def stacked_parameters(model: nn.Module, architecture: Architecture) -> dict[str, StackedParameter]:
     """Return the stacked parameters of a model by their names."""
     kinds = {"": "weight", "_bias": "bias"}
     return {
-        f"{path}.{name}{ending}": StackedParameter(path, layout, kind)
+        f"{path}.{name}{ending}": StackedParameter(
+            path, layout, kind, {p: matrices_of(p, architecture) for p in layout.parts}
+        )
         for path, layouts in stack_layouts(model).items()
         for name, layout in layouts.items()
         for ending, kind in kinds.items()
@@ -71,7 +74,9 @@ def names_in_file(
     """Return names of parameters -> names in GGUF; see ``tensor_names``. Tied ones are left out."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     untied = [key for key in model.state_dict() if key not in tied]
-    keys = [name for k in untied for name in (stacked[k].common_names if k in stacked else [k])]
+    keys = [key for key in untied if key not in stacked]
+    for parameter in stacked.values():
+        keys += [name for part in parameter.matrices for name in parameter.common_names(part)]
     return tensor_names(architecture, model, keys)
 
 
@@ -99,13 +104,14 @@ def find_sources(
         if key in stacked:
             _check_stack(stacked[key], parameter, names, tensors, path)
             for name, matrix in stacked[key].split(parameter).items():
-                number, _, part = name.removeprefix(f"{stacked[key].experts}.").partition(".")
-                stored = names[f"{stacked[key].experts}.{part}"]
+                place = name.removeprefix(f"{stacked[key].experts}.")
+                number, part, _ = place.split(".")
+                stored = tuple(names[common] for common in stacked[key].common_names(part))
                 sources[name] = Source(stored, int(number), tuple(matrix.shape))
         elif key in names:
             shape = tensors[names[key]].shape
             is_row = len(shape) == 1 and parameter.dim() == 2  # such as that of a shared gate
-            sources[key] = Source(names[key], None, (1, *shape) if is_row else shape)
+            sources[key] = Source((names[key],), None, (1, *shape) if is_row else shape)
     return sources
 
 
@@ -116,17 +122,25 @@ def _check_stack(
     tensors: Mapping[str, GgufTensor],
     path: Path,
 ) -> None:
-    """Check that the tensors that hold a stacked parameter have its shape.
+    """Check that the tensors that hold a stacked parameter have its shape, and one type.
 
     It is checked before the parameter is split: as many experts as the file has are not many.
     """
     is_transposed = stacked.layout.is_transposed and parameter.dim() == 3
     rows = parameter.transpose(1, 2) if is_transposed else parameter
-    parts = rows.chunk(len(stacked.layout.parts), 1)
-    for part, name in zip(parts, stacked.common_names, strict=True):
-        given = tensors[names[name]].shape
-        if given != tuple(part.shape):
+    parts = stacked.layout.parts
+    for part, values in zip(parts, rows.chunk(len(parts), 1), strict=True):
+        stored = [names[name] for name in stacked.common_names(part)]
+        for number, name in enumerate(stored):
+            given, expected = tensors[name].shape, values[:, number :: len(stored)].shape
+            if given != tuple(expected):
+                raise ValueError(
+                    f"{path}: {name} has the shape {list(given)}, expected {list(expected)} for "
+                    f"{len(values)} experts. Write the file again from the model, or copy it again."
+                )
+        kinds = {tensors[name].kind for name in stored}
+        if len(kinds) > 1:
             raise ValueError(
-                f"{path}: {names[name]} has the shape {list(given)}, expected {list(part.shape)} "
-                f"for {len(part)} experts. Write the file again from the model, or copy it again."
+                f"{path}: {' and '.join(stored)} are of the types {' and '.join(sorted(kinds))}, "
+                "but their rows are in one matrix of the model. Write both in one type."
             )

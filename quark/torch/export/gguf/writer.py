@@ -185,13 +185,13 @@ class _Tensors:
         shape: tuple[int, ...]
         if isinstance(owner, QuantizedLayer) and place.attribute == "weight":
             rows, columns = weight_shape(owner)
-            shape = rows, stored_columns(kind, columns)
+            shape = len(range(rows)[place.rows]), stored_columns(kind, columns)
         elif isinstance(owner, QuantizedLayer) and place.attribute == SCALE:
             shape = (1,)
         else:
             tensor = getattr(owner, place.attribute)
             width = tensor.itemsize if kind == "BF16" else 1
-            shape = (*tensor.shape[:-1], tensor.shape[-1] * width)
+            shape = (*tensor[place.rows].shape[:-1], tensor[place.rows].shape[-1] * width)
         if stored.is_stack:
             return (len(stored.places), *(() if place.attribute == SCALE else shape)), kind
         # A matrix of one row, such as the gate of a shared expert, is a vector in ggml.
@@ -328,4 +328,4 @@ def _encode(place: Place, architecture: Architecture, model: nn.Module, kind: st
     if architecture.interleaves and is_rotated(key):
         order = interleaved_rows(len(stored), head_size(model.config))
         stored = stored[order.to(stored.device)]
-    return stored
+    return stored[place.rows]

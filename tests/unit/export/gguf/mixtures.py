@@ -12,6 +12,23 @@ MIXTURES = {
         {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 32, "norm_topk_prob": True},
         ("gate_proj", "up_proj", "down_proj"),
     ),
+    "gpt_oss": (
+        {
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            },
+        },
+        ("gate_up_proj", "down_proj"),
+    ),
     "olmoe": (
         {"num_experts": 4, "num_key_value_heads": 4, "pad_token_id": None},
         ("gate_proj", "up_proj", "down_proj"),

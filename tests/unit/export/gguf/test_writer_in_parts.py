@@ -28,6 +28,7 @@ def written(model, place):
         ("qwen2", "int8_wo", "*.0.mlp.up_proj"),
         ("mixtral", "int4_wo_32", "*.0.mlp.experts.*"),
         ("qwen2_moe", "int4_wo_32", "*.1.mlp.shared_expert.*"),
+        ("gpt_oss", "mxfp4_weight_only", "*.0.mlp.experts.*"),
     ],
 )
 def test_same_bytes_as_in_memory(
