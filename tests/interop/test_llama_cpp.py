@@ -41,10 +41,14 @@ def made(build, quantize, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_mixtures_with_weights_in_float(made, tmp_path, kind):
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("kind", ["llama", *MIXTURES])
+def test_weights_in_float(made, tmp_path, kind):
     """The choices of the routers are the same, as inputs stay in float too."""
-    model, path = made(kind, **changes_of(kind))
+    scaled = {"rope_parameters": {"rope_theta": 10000.0, **YARN}}
+    model, path = made(kind, **(changes_of(kind) if kind in MIXTURES else scaled))
     write_gguf(tmp_path / "float.gguf", path, {"weight": "F32"})
     found = predicted_by_llama_cpp(tmp_path / "float.gguf")
     torch.testing.assert_close(found, predicted(model), rtol=0, atol=1e-3)

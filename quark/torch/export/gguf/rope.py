@@ -95,6 +95,12 @@ def frequency_factors(model: nn.Module, config: Any, head: int) -> torch.Tensor 
     return unscaled / scaled.cpu().float()
 
 
+def is_scaled(file: GgufFile) -> bool:
+    """Whether a file scales rotary embedding, which Transformers leaves out when it reads it."""
+    kind = file.values.get(f"{file.values.get('general.architecture')}.rope.scaling.type", "none")
+    return kind != "none" or FACTORS in file.tensors
+
+
 def read_scaling(config: Any, file: GgufFile, architecture: str) -> None:
     """Set the scaling of rotary embedding in ``config``, which Transformers does not read.
 
