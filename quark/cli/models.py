@@ -39,7 +39,7 @@ def read_config(directory: Path, flag: str) -> dict[str, Any]:
     from quark.torch.export.checkpoint.config_json import read_config_json
 
     if (file := find_gguf(directory, flag)) is not None:
-        from quark.torch.export.gguf.importer import read_gguf_config
+        from quark.torch.export.gguf.matching import read_gguf_config
 
         with stage(f"reading {file.name}"):
             described: dict[str, Any] = read_gguf_config(file).to_dict()

@@ -19,7 +19,7 @@ def read_outline(directory: Path, trust_remote_code: bool = False) -> nn.Module 
     """
     from quark.torch.export.checkpoint.architecture import empty_model, read_config
     from quark.torch.export.checkpoint.files import CheckpointReader
-    from quark.torch.export.gguf.importer import match_gguf
+    from quark.torch.export.gguf.matching import match_gguf
 
     if directory.is_file():
         return match_gguf(directory).model

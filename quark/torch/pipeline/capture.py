@@ -101,7 +101,8 @@ class BlockArguments:
         if self.outputs is None or form is None or form.is_plain or (index, name) in self.outputs:
             return
         assert self._deduplicator is not None
-        rest = form._replace(output=output).wrap(torch.empty(0))
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        rest = form._replace(output=output).wrap(none)
         self.outputs[index, name] = self._deduplicator.store_value(name, rest)
 
     def wrap(self, name: str, x: torch.Tensor, index: int | None = None) -> Any:

@@ -57,14 +57,14 @@ class Gguf(Container):
         self, path: Path, trust_remote_code: bool = False, **options: Any
     ) -> nn.Module:
         """Return the float model of a file; see ``Container.architecture``."""
-        from quark.torch.export.gguf.importer import match_gguf
+        from quark.torch.export.gguf.matching import match_gguf
 
         return match_gguf(self.file(path), **options).model
 
     def has_codes(self, path: Path) -> bool:
         """Whether a file has blocks, and all of them are of types whose codes are read."""
         from quark.torch.export.gguf.blocks import has_codes
-        from quark.torch.export.gguf.importer import FLOAT_TYPES
+        from quark.torch.export.gguf.matching import FLOAT_TYPES
 
         kinds = {tensor.kind for tensor in GgufFile(self.file(path)).tensors.values()}
         blocks = kinds - FLOAT_TYPES.keys()
@@ -134,9 +134,13 @@ class Gguf(Container):
         self, path: Path, model: nn.Module, trust_remote_code: bool = False, inputs: Any = None
     ) -> Verdict:
         """Compare predictions with those of Transformers, or of this package where it fails."""
-        from quark.torch.export.verification import verify_predictions
+        from quark.torch.export.gguf.rope import is_scaled
+        from quark.torch.export.verification import verify_own, verify_predictions
 
         path = self.file(path)
+        if is_scaled(GgufFile(path)):
+            note = "Transformers leaves out the scaling of rotary embedding"
+            return verify_own(model, self.size(path), self.loader(path, trust_remote_code), note)
         return verify_predictions(
             path,
             model,

@@ -303,8 +303,9 @@ def _unpack_minima(
     spec: QuantizationSpec, codes: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor
 ) -> QuantizedTensor:
     rows = len(codes)
-    zeros = _integer_zero_points(scale, minimum, spec.scheme)
-    if zeros is not None:
+    if not spec.scheme.float_zero_point:
+        zeros = _integer_zero_points(scale, minimum, spec.scheme)
+        assert zeros is not None  # as ``block_spec`` found
         return QuantizedTensor(spec, codes.reshape(rows, -1), scale, zeros.to(torch.uint8))
     # A block with scale 0 has one value, its minimum: code 0 with scale 1 and zero point -minimum.
     is_constant = scale == 0

@@ -19,7 +19,7 @@ from quark.torch.export.gguf.blocks import (
     has_float_minima,
     unpack_blocks,
 )
-from quark.torch.export.gguf.importer import (
+from quark.torch.export.gguf.matching import (
     FLOAT_TYPES,
     GgufModel,
     float_values,
@@ -71,10 +71,13 @@ class GgufValues:
     def __init__(self, match: GgufModel) -> None:
         self._match = match
         self.entries: dict[str, TensorHeader] = {}
-        for key, name in match.sources.items():
-            tensor = match.file.tensors[name]
-            _check_kind(tensor.kind, f"{match.file.path}: {name}")
-            self.entries[key] = TensorHeader(match.file.path.name, tensor.shape, match.dtype)
+        for key, source in match.sources.items():
+            _check_kind(match.kind(key), f"{match.file.path}: {source.names[0]}")
+        for key, parameter in match.model.state_dict().items():
+            if key in match.stacked or key in match.sources:
+                is_whole = key in match.stacked  # ``match`` compared the shapes of its parts
+                shape = tuple(parameter.shape) if is_whole else match.sources[key].shape
+                self.entries[key] = TensorHeader(match.file.path.name, shape, match.dtype)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, in the type of the model.
@@ -82,18 +85,23 @@ class GgufValues:
         Raises:
             ValueError: A scale is not finite.
         """
-        match = self._match
-        stored = match.sources[name]
-        kind, shape = match.file.tensors[stored].kind, match.file.tensors[stored].shape
-        blocks = rows_of(match.file, stored, name, match.architecture, match.head)
+        if name in self._match.stacked:
+            return self._match.stack(name, self._value, self._match.dtype)
+        return self._value(name)
+
+    def _value(self, name: str) -> torch.Tensor:
+        """Return one tensor by its name in the model with split experts."""
+        match, source = self._match, self._match.sources[name]
+        kind = match.kind(name)
         if kind in FLOAT_TYPES:
-            return float_values(blocks, kind, name, match.architecture).to(match.dtype)
-        values = torch.empty(shape, dtype=match.dtype, device="cpu")
-        matrix, rows = values.view(-1, shape[-1]), blocks.reshape(-1, blocks.shape[-1])
-        step, scale = max(1, _ELEMENTS // shape[-1]), tensor_scale(match.file, stored)
+            return float_values(match, name).to(match.dtype)
+        blocks = rows_of(match, name)
+        values = torch.empty(source.shape, dtype=match.dtype, device="cpu")
+        matrix, rows = values.view(-1, source.shape[-1]), blocks.reshape(-1, blocks.shape[-1])
+        step, scale = max(1, _ELEMENTS // source.shape[-1]), tensor_scale(match.file, source)
         for start in range(0, len(matrix), step):
             part = slice(start, start + step)
-            matrix[part] = _dequantize(rows[part], kind, stored, scale)
+            matrix[part] = _dequantize(rows[part], kind, source.names[0], scale)
         return values
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

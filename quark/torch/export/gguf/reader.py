@@ -134,10 +134,14 @@ class GgufFile:
         """Bytes of the file before its tensors, most of which is the vocabulary."""
         return min((tensor.start for tensor in self.tensors.values()), default=0)
 
-    def blocks(self, name: str) -> torch.Tensor:
+    def blocks(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return the bytes of a tensor by rows: (…, bytes of a row) uint8.
 
         They are read, not mapped to memory: what was read of a large file would stay there.
+
+        Args:
+            name: Name of the tensor.
+            index: Place on its first axis, which is left out of the result; None for all.
 
         Raises:
             ValueError: The file has become shorter.
@@ -145,13 +149,15 @@ class GgufFile:
         import torch
 
         tensor = self.tensors[name]
-        data = bytearray(tensor.bytes)
+        shape = tensor.shape if index is None else tensor.shape[1:]
+        size = tensor.bytes if index is None else tensor.bytes // tensor.shape[0]
+        data = bytearray(size)
         with self.path.open("rb") as file:
             check_version(self.path, self._version, file.fileno())
-            file.seek(tensor.start)
-            if file.readinto(data) < tensor.bytes:
+            file.seek(tensor.start + (index or 0) * size)
+            if file.readinto(data) < size:
                 raise self._damaged(f"{name} reaches beyond its end")
-        return torch.frombuffer(data, dtype=torch.uint8).reshape(*tensor.shape[:-1], -1)
+        return torch.frombuffer(data, dtype=torch.uint8).reshape(*shape[:-1], -1)
 
     def read_entries(self, prefix: str) -> dict[str, GgufEntry]:
         """Return the values whose keys begin with ``prefix``, arrays included, by key."""

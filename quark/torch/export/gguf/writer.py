@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,26 +16,33 @@ from quark.torch.export.checks import check_float, check_state
 from quark.torch.export.formats.layer_checks import common_problem, describe_problems, weight_shape
 from quark.torch.export.formats.layouts.act_order import ACT_ORDER_PROBLEM, has_act_order
 from quark.torch.export.gguf.architectures import (
-    TENSOR_SCALE,
     Architecture,
     architecture_of,
     head_size,
     import_gguf,
     is_rotated,
-    tensor_names,
 )
 from quark.torch.export.gguf.blocks import SUPPORTED, block_type, pack_blocks, stored_columns
 from quark.torch.export.gguf.metadata import add_metadata
+from quark.torch.export.gguf.places import (
+    ROUTER,
+    SCALE,
+    Place,
+    StoredTensor,
+    has_tensor_scale,
+    stored_tensors,
+)
 from quark.torch.export.gguf.rope import FACTORS, frequency_factors, interleaved_rows
 from quark.torch.export.gguf.tokenizer import add_tokens, copy_tokens, load_tokenizer
 from quark.torch.files import Target
 from quark.torch.graph.residency import release, residency_of, resident
 from quark.torch.progress import show_progress
+from quark.torch.quantization.nn.experts import temporarily_split_experts
 from quark.torch.quantization.nn.layer import QuantizedLayer
+from quark.torch.quantization.nn.linear_experts import LinearExperts
 from quark.torch.quantization.nn.probabilities import probability_quantizers
 
 QUANTIZATION_VERSION = 2
-_SCALE = TENSOR_SCALE.removeprefix(".")
 _FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FILE_TYPES = {
     "F32": "ALL_F32",
@@ -53,18 +60,22 @@ def write_gguf(
 
     ``target`` is called with the number of bytes and gives the directory to write to.
     """
-    gguf = import_gguf()
     architecture = check_writable(model)
     if residency_of(model) is None:
         check_present(model)
-    config: Any = model.config
-    tensors = _Tensors(model, architecture)
+    with temporarily_split_experts(model):
+        _write(_Tensors(model, architecture), target, model_type, tokenizer_path)
+
+
+def _write(tensors: _Tensors, target: Target, model_type: str, tokenizer_path: str | Path) -> None:
+    gguf = import_gguf()
+    model, architecture = tensors.model, tensors.architecture
     used = [kind for shape, kind in tensors.outline.values() if len(shape) > 1]
     # The type of the file is that of its matrices: a quantized one, if there is any.
     most = max(_FILE_TYPES, key=lambda kind: (kind in used, kind not in _FLOAT_TYPES.values()))
     with target(tensors.size) as directory:
         writer = gguf.GGUFWriter(directory / f"{model_type}.gguf", architecture.name)
-        add_metadata(writer, config, model_type, architecture.rms)
+        add_metadata(writer, model.config, model_type, architecture)
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[most]])
         writer.add_quantization_version(QUANTIZATION_VERSION)
         _add_tokenizer(writer, model, tokenizer_path)
@@ -94,11 +105,9 @@ def check_header(model: nn.Module, tokenizer_path: str | Path) -> None:
         ValueError: The tokenizer is missing or unknown, or a tensor has no name.
     """
     gguf = import_gguf()
-    config: Any = model.config
-    architecture = architecture_of(config)
-    names = tensor_names(architecture, config)
-    for place in _places(model):
-        names(place.key)
+    architecture = architecture_of(model.config)
+    with temporarily_split_experts(model):
+        stored_tensors(model, architecture)
     _add_tokenizer(gguf.GGUFWriter(None, architecture.name), model, tokenizer_path)
 
 
@@ -112,29 +121,11 @@ def _add_tokenizer(writer: Any, model: nn.Module, path: str | Path) -> None:
         add_tokens(writer, load_tokenizer(path), config.vocab_size)
 
 
-class _Place(NamedTuple):
-    """Where a tensor of the file is in the model.
-
-    Attributes:
-        owner: Name of a module.
-        attribute: Name of its parameter or buffer. The bias of a quantized layer may be quantized.
-            The tensor scale of its weight is called as in GGUF.
-    """
-
-    owner: str
-    attribute: str
-
-    @property
-    def key(self) -> str:
-        """Name of the tensor in the model."""
-        return f"{self.owner}.{self.attribute}" if self.owner else self.attribute
-
-
 class _Tensors:
     """The tensors of the file, made when they are written: each part of the model is read once.
 
     Args:
-        model: The model. It is not changed.
+        model: The model, its experts split. It is not changed.
         architecture: How its family is stored.
 
     Attributes:
@@ -145,11 +136,10 @@ class _Tensors:
     """
 
     def __init__(self, model: nn.Module, architecture: Architecture) -> None:
-        self._model, self._architecture = model, architecture
-        names = tensor_names(architecture, model.config)
-        self._places = {names(place.key): place for place in _places(model)}
+        self.model, self.architecture = model, architecture
+        self._stored = stored_tensors(model, architecture)
         self._factors = frequency_factors(model, model.config, head_size(model.config))
-        self.outline = {name: self._form(place) for name, place in self._places.items()}
+        self.outline = {name: self._form(name, stored) for name, stored in self._stored.items()}
         if self._factors is not None:
             self.outline[FACTORS] = tuple(self._factors.shape), "F32"
 
@@ -166,29 +156,64 @@ class _Tensors:
         Raises:
             ValueError: A tensor has values that its block type cannot hold.
         """
-        for name, place in show_progress(list(self._places.items()), "writing"):
-            with resident(self._model, place.owner):
-                stored = _encode(place, self._architecture, self._model, self.outline[name][1])
-                yield _as_array(stored, self.outline[name][1])
+        for name, stored in show_progress(list(self._stored.items()), "writing"):
+            with resident(self.model, *stored.owners):
+                yield self._values(stored, *self.outline[name])
         if self._factors is not None:
             yield _as_array(self._factors, "F32")
 
-    def _form(self, place: _Place) -> tuple[tuple[int, ...], str]:
+    def _values(
+        self, stored: StoredTensor, shape: tuple[int, ...], kind: str
+    ) -> np.ndarray[Any, Any]:
+        """Return the values of a tensor as they are stored."""
+        encoded = (
+            _as_array(_encode(place, self.architecture, self.model, kind), kind)
+            for place in stored.places
+        )
+        if not stored.is_stack:
+            return next(encoded).reshape(shape)
+        values = np.empty((shape[0], prod(shape[1:])), _stored_dtype(kind))
+        for index, matrix in enumerate(encoded):
+            values[index] = matrix.reshape(-1)
+        return values.reshape(shape)
+
+    def _form(self, name: str, stored: StoredTensor) -> tuple[tuple[int, ...], str]:
         """Return the shape and the type of a tensor in the file."""
-        owner = self._model.get_submodule(place.owner)
+        place = stored.places[0]
+        owner = self.model.get_submodule(place.owner)
+        kind = _kind(owner, place.attribute, name.endswith(ROUTER))
+        shape: tuple[int, ...]
         if isinstance(owner, QuantizedLayer) and place.attribute == "weight":
             rows, columns = weight_shape(owner)
-            weight = owner.quant_config.weight
-            kind = (weight and block_type(weight, columns)) or ""
-            return (rows, stored_columns(kind, columns)), kind
-        if isinstance(owner, QuantizedLayer) and place.attribute == _SCALE:
-            return (1,), "F32"
-        tensor = getattr(owner, place.attribute)
-        if tensor.dim() == 1:
-            return tuple(tensor.shape), "F32"
-        kind = _FLOAT_TYPES[tensor.dtype]
-        width = tensor.itemsize if kind == "BF16" else 1
-        return (*tensor.shape[:-1], tensor.shape[-1] * width), kind
+            shape = len(range(rows)[place.rows]), stored_columns(kind, columns)
+        elif isinstance(owner, QuantizedLayer) and place.attribute == SCALE:
+            shape = (1,)
+        else:
+            tensor = getattr(owner, place.attribute)
+            width = tensor.itemsize if kind == "BF16" else 1
+            shape = (*tensor[place.rows].shape[:-1], tensor[place.rows].shape[-1] * width)
+        if stored.is_stack:
+            return (len(stored.places), *(() if place.attribute == SCALE else shape)), kind
+        # A matrix of one row, such as the gate of a shared expert, is a vector in ggml.
+        return (shape[1:] if len(shape) == 2 and shape[0] == 1 else shape), kind
+
+
+def _kind(owner: nn.Module, attribute: str, is_router: bool = False) -> str:
+    """Return the type of a tensor in the file.
+
+    Args:
+        owner: The module that holds it.
+        attribute: Its name there, as in ``Place``.
+        is_router: Whether it is the weight of a router, which llama.cpp computes in float32.
+    """
+    if isinstance(owner, QuantizedLayer) and attribute == "weight":
+        weight = owner.quant_config.weight
+        return (weight and block_type(weight, weight_shape(owner)[1])) or ""
+    if isinstance(owner, QuantizedLayer) and attribute == SCALE:
+        return "F32"
+    tensor = getattr(owner, attribute)
+    is_vector = tensor.dim() == 1 or len(tensor) == 1
+    return "F32" if is_vector or is_router else _FLOAT_TYPES[tensor.dtype]
 
 
 def _stored_dtype(kind: str) -> np.dtype[Any]:
@@ -202,30 +227,6 @@ def _as_array(tensor: torch.Tensor, kind: str) -> np.ndarray[Any, Any]:
         stored if kind in ("F32", "F16") else stored.view(torch.uint8)
     ).numpy()
     return array
-
-
-def _places(model: nn.Module) -> list[_Place]:
-    """Return where the tensors of the file are, in the order of the model, tied ones once."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    every_name = {n for n, m in modules.items() if isinstance(m, QuantizedLayer)}
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    state = model.state_dict()
-    places = []
-    for key, tensor in state.items():
-        owners = {key.rsplit(".", 1)[0], key.rsplit(".", 2)[0]}
-        is_copy = key in tied and tensor.data_ptr() == state[tied[key]].data_ptr()
-        if not owners & every_name and not is_copy:
-            owner, _, attribute = key.rpartition(".")
-            places.append(_Place(owner, attribute))
-    for name, layer in layers.items():
-        places.append(_Place(name, "weight"))
-        if _has_tensor_scale(layer):
-            places.append(_Place(name, _SCALE))
-        if getattr(layer, "bias", None) is not None:
-            places.append(_Place(name, "bias"))
-    order = {name: number for number, name in enumerate(modules)}
-    return sorted(places, key=lambda place: order[place.owner])
 
 
 def check_writable(model: nn.Module) -> Architecture:
@@ -243,15 +244,30 @@ def check_writable(model: nn.Module) -> Architecture:
     architecture = architecture_of(getattr(model, "config", None))
     layers = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     problems = {name: _layer_problem(layer, architecture) for name, layer in layers.items()}
+    with temporarily_split_experts(model):
+        problems |= dict(_stack_problems(model))
     described = describe_problems(problems)
     if described:
         raise ValueError(f"GGUF cannot hold {described}. It holds {SUPPORTED}.")
     return architecture
 
 
-def _has_tensor_scale(layer: QuantizedLayer) -> bool:
-    weight = layer.quant_config.weight
-    return weight is not None and weight.scheme.scale.two_level
+def _stack_problems(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Iterate over (layer of experts, reason) where matrices of a stack are of several types."""
+    for path, module in model.named_modules():
+        if not isinstance(module, LinearExperts):
+            continue
+        for part in (part for stack in module.stacks.values() for part in stack.parts):
+            layers = (module.get_submodule(f"{n}.{part}") for n in range(module.num_experts))
+            kinds = [_kind(layer, "weight") for layer in layers]
+            other = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), None)
+            if other is not None:
+                yield (
+                    path,
+                    f"{part} of all experts is one tensor of one type, but expert 0 has "
+                    f"{kinds[0] or 'none'} and expert {other} {kinds[other] or 'none'}: give the "
+                    "experts of a layer one scheme, or leave all of them in float",
+                )
 
 
 def _layer_problem(layer: QuantizedLayer, architecture: Architecture) -> str | None:
@@ -271,7 +287,7 @@ def _layer_problem(layer: QuantizedLayer, architecture: Architecture) -> str | N
             f"{weight.scheme.qscheme.name}, group_size={weight.group_size}, "
             f"symmetric={weight.scheme.symmetric}"
         )
-    if _has_tensor_scale(layer):
+    if has_tensor_scale(layer):
         if isinstance(layer, nn.Embedding):
             return "it is an embedding, which llama.cpp reads without a tensor scale"
         if not architecture.tensor_scales:
@@ -279,7 +295,7 @@ def _layer_problem(layer: QuantizedLayer, architecture: Architecture) -> str | N
     return None
 
 
-def _encode(place: _Place, architecture: Architecture, model: nn.Module, kind: str) -> torch.Tensor:
+def _encode(place: Place, architecture: Architecture, model: nn.Module, kind: str) -> torch.Tensor:
     """Return the values or blocks that GGUF stores for a tensor.
 
     Args:
@@ -294,7 +310,7 @@ def _encode(place: _Place, architecture: Architecture, model: nn.Module, kind: s
     owner, key = model.get_submodule(place.owner), place.key
     layer = owner if isinstance(owner, QuantizedLayer) else None
     state = None if layer is None else layer.quantized_tensor("weight")
-    if state is not None and place.attribute == _SCALE:
+    if state is not None and place.attribute == SCALE:
         assert state.scale_2 is not None
         return state.scale_2.float().reshape(1)
     if state is not None and place.attribute == "weight":
@@ -306,10 +322,10 @@ def _encode(place: _Place, architecture: Architecture, model: nn.Module, kind: s
     else:
         value: Any = getattr(owner, place.attribute) if layer is None else layer.value("bias")
         check_float({key: value})
-        stored = value.float() if value.dim() == 1 else value
+        stored = value.float() if kind == "F32" else value
         if architecture.norm_offset and key.endswith("norm.weight"):
             stored = stored + architecture.norm_offset
     if architecture.interleaves and is_rotated(key):
         order = interleaved_rows(len(stored), head_size(model.config))
         stored = stored[order.to(stored.device)]
-    return stored
+    return stored[place.rows]

@@ -36,23 +36,30 @@ def split_experts(model: nn.Module) -> SplitExperts:
     Returns:
         The layers and their stacked parameters, for ``stack_experts``.
     """
-    layers = {name: module for name, module in model.named_modules() if is_stacked(module)}
-    saved = _saved_parts(model, list(layers)) if layers else {}
     split: SplitExperts = {}
-    for name, module in layers.items():
+    for name, stacks in stack_layouts(model).items():
+        module: Any = model.get_submodule(name)
         parameters, kind = dict(module._parameters), type(module)
         if is_grouped(module):
-            stacks = STACKS
             change_class(module, GroupedExperts)
             module.shapes = {key: weight.shape for key, weight in parameters.items()}
         else:
-            stacks = _declared_stacks(module, name, saved)
             change_class(module, RoutedExperts)
         assert isinstance(module, LinearExperts)
         module.float_class, module.stacks, module.token_counts = kind, stacks, {}
         _split(module)
         split[name] = module, parameters
     return split
+
+
+def stack_layouts(model: nn.Module) -> dict[str, dict[str, Stack]]:
+    """Return names of layers of stacked experts -> layouts of their parameters, by name."""
+    layers = {name: module for name, module in model.named_modules() if is_stacked(module)}
+    saved = _saved_parts(model, list(layers)) if layers else {}
+    return {
+        name: STACKS if is_grouped(module) else _declared_stacks(module, name, saved)
+        for name, module in layers.items()
+    }
 
 
 def _declared_stacks(

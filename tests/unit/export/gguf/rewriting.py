@@ -3,7 +3,7 @@
 LAYOUT_OF = {"IQ4_NL": "Q4_0"}  # the package does not quantize IQ4_NL, which has this layout
 
 
-def write_gguf(path, source, kinds=None, names=None):
+def write_gguf(path, source, kinds=None, names=None, without=()):
     """Write a file again by the package of llama.cpp.
 
     Args:
@@ -11,13 +11,14 @@ def write_gguf(path, source, kinds=None, names=None):
         source: The file to read.
         kinds: A part of the names of tensors -> type of the blocks that they become.
         names: Name of a tensor -> its new name.
+        without: Keys of the header that are left out.
     """
     import gguf
 
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
+        if not name.startswith("GGUF.") and name not in ("general.architecture", *without):
             inner = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(name, field.contents(), field.types[0], inner)
     for tensor in reader.tensors:

@@ -11,6 +11,7 @@ from quark.cli.main import app
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
+from quark.torch.export.containers.base import get_container
 from quark.torch.export.gguf.blocks import block_spec, pack_blocks, unpack_blocks
 from quark.torch.export.recognition import load_checkpoint, load_in_float, open_checkpoint
 from quark.torch.quantization.config.config import QuantizationConfig
@@ -255,12 +256,23 @@ class TestModel:
         loaded = open_checkpoint(path).fill()
         torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
 
-    def test_linear_scaling(self, made, logits):
-        rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    @pytest.mark.parametrize(
+        "scaling",
+        [
+            {"rope_type": "linear", "factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        ],
+        ids=lambda scaling: scaling["rope_type"],
+    )
+    def test_scaled_by_a_number(self, made, logits, scaling):
+        rope = {"rope_theta": 10000.0, **scaling}
         model, path = made(config(KINDS["Q4_0"]), rope_parameters=rope)
         torch.testing.assert_close(
             logits(open_checkpoint(path).fill()), logits(model), rtol=1e-5, atol=1e-5
         )
+        verdict = get_container("gguf").verify(path, model)
+        assert verdict.reader == "this package"
+        assert verdict.note == "Transformers leaves out the scaling of rotary embedding"
 
     @pytest.mark.parametrize("to", ["quark", "awq", "gptq", "compressed-tensors"])
     @pytest.mark.sampled(2)

@@ -10,6 +10,7 @@ from quark.torch.export.gguf import writer
 from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.writability import check_exports
 from quark.torch.graph.residency import residency_of
+from tests.unit.export.gguf.mixtures import MIXTURES, changes_of
 
 pytest.importorskip("gguf")
 VOCABULARY = 2048  # of the tokenizer
@@ -20,10 +21,22 @@ def written(model, place):
     return (place / "small.gguf").read_bytes()
 
 
-@pytest.mark.parametrize(("kind", "scheme"), [("llama", "int4_wo_32"), ("qwen2", "int8_wo")])
-def test_same_bytes_as_in_memory(kind, scheme, build, config_of, quantize, tmp_path, monkeypatch):
-    config = config_of(scheme, exclude=["lm_head", "*.0.mlp.up_proj"])
-    model = build(kind, vocab_size=VOCABULARY, tie_word_embeddings=kind == "llama")
+@pytest.mark.parametrize(
+    ("kind", "scheme", "in_float"),
+    [
+        ("llama", "int4_wo_32", "*.0.mlp.up_proj"),
+        ("qwen2", "int8_wo", "*.0.mlp.up_proj"),
+        ("mixtral", "int4_wo_32", "*.0.mlp.experts.*"),
+        ("qwen2_moe", "int4_wo_32", "*.1.mlp.shared_expert.*"),
+        ("gpt_oss", "mxfp4_weight_only", "*.0.mlp.experts.*"),
+    ],
+)
+def test_same_bytes_as_in_memory(
+    kind, scheme, in_float, build, config_of, quantize, tmp_path, monkeypatch
+):
+    config = config_of(scheme, exclude=["lm_head", in_float])
+    changes = changes_of(kind) if kind in MIXTURES else {"tie_word_embeddings": kind == "llama"}
+    model = build(kind, vocab_size=VOCABULARY, **changes)
     model.save_pretrained(tmp_path / "float")
     streamed = stream_model(tmp_path / "float")
     residency = residency_of(streamed)
