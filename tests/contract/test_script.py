@@ -172,6 +172,14 @@ def test_as_a_process(llama_dir, tmp_path):
     assert section(tmp_path / "out")["exclude"] == []
 
 
+def test_files_to_files_without_an_export(script, hub, llama_dir, tmp_path):
+    """The documented script writes them whatever --model_export says."""
+    place = ("--model_dir", llama_dir, "--output_dir", tmp_path / "out", "--skip_evaluation")
+    code, _, complaint = script(*place, "--quant_scheme", "ptpc_fp8", "--file2file_quantization")
+    assert code == 0, complaint
+    assert section(tmp_path / "out")["global_quant_config"]["weight"]["dtype"] == "fp8_e4m3"
+
+
 def test_without_the_hub(script, hub, llama_dir, tmp_path, monkeypatch):
     def unreachable(*_, **__):
         raise ConnectionError("offline")

@@ -36,7 +36,6 @@ NOTED = {
 }
 # Flag -> why it is not supported, and what to do.
 REFUSED = {
-    "fp8_attention_quant": "give --attention_scheme fp8 instead.",
     "moe_experts_second_step_config": "name the experts instead: --layer_quant_scheme "
     "'*experts*' int4_fp8.",
     "enable_native_inference": _KERNELS,
@@ -63,7 +62,6 @@ class CompatibilityFlags:
     import_file_format: Annotated[str | None, _hidden()] = None
     use_ppl_eval_model: Annotated[bool, _hidden()] = False
     gpu_resident_blocks: Annotated[str | None, _hidden()] = None
-    fp8_attention_quant: Annotated[bool, _hidden()] = False
     moe_experts_second_step_config: Annotated[str | None, _hidden()] = None
     enable_native_inference: Annotated[bool, _hidden()] = False
     native_linear_mode: Annotated[str | None, _hidden()] = None

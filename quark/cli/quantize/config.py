@@ -209,9 +209,9 @@ def _build_from_schemes(request: Request, model_type: str) -> Config:
         floor = request.min_kv_scale or 0.0
         names = template.kv_layers_name
         cache = KVCache(request.kv_cache_dtype, names, floor, request.kv_cache_post_rope)
-    if request.attention_scheme is not None:
+    if request.attention is not None:
         patterns = template.query_patterns, template.kv_layers_name
-        attention = Attention(request.attention_scheme, *patterns)
+        attention = Attention(request.attention, *patterns)
         try:
             cache = cache_beside(attention, cache)
         except ValueError as error:

@@ -42,7 +42,9 @@ _USED = {
     *(field.name for field in fields(GraphFlags)),
 }
 
-_NOT_IN_GRAPHS = {"statistics", "kv_cache_dtype", "attention_scheme", "finish"}
+_NOT_IN_GRAPHS = {
+    *("statistics", "kv_cache_dtype", "attention_scheme", "fp8_attention_quant", "finish"),
+}
 
 
 def run_graph(request: Request) -> None:

@@ -25,6 +25,7 @@ from quark.cli.quantize.flags import (
 from quark.cli.quantize.graph_flags import GraphFlags
 from quark.cli.quantize.reload_flags import ReloadFlags
 from quark.cli.quantize.scheme_flags import SchemeFlags
+from quark.torch.export.containers.registry import SAFETENSORS
 from quark.torch.quantization.config.export import PACK_METHODS, WEIGHT_FORMATS
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,11 @@ class Request(
         return split_names([*(self.pre_quantization_optimization or []), *(self.quant_algo or [])])
 
     @property
+    def attention(self) -> str | None:
+        """Name of the scheme of attention; None for float."""
+        return "fp8" if self.fp8_attention_quant else self.attention_scheme
+
+    @property
     def excluded(self) -> list[str] | None:
         """Name patterns of layers to leave in float; None for the default."""
         if self.exclude_layers is None:
@@ -115,10 +121,13 @@ class Request(
 
     @property
     def exports(self) -> list[str]:
-        """Containers to write, without repetition."""
-        if self.quantizes or "model_export" in self.given:
-            return list(dict.fromkeys(self.model_export))
-        return []
+        """Containers to write, without repetition; files become safetensors without a flag."""
+        if "model_export" not in self.given:
+            if not self.quantizes:
+                return []
+            if self.flow == "file2file":
+                return [SAFETENSORS]
+        return list(dict.fromkeys(self.model_export))
 
     @property
     def reload_dir(self) -> Path:
@@ -286,6 +295,8 @@ def _check_scheme(request: Request) -> None:
     for name in ("pre_quantization_optimization", "quant_algo", "quant_algo_config_file"):
         if request.recipe is not None and name in request.given:
             raise wrong(f"--{name}", "the recipe sets the algorithms. Leave one of them out.")
+    if request.fp8_attention_quant and request.attention_scheme not in (None, "fp8"):
+        raise wrong("--attention_scheme", "conflicts with --fp8_attention_quant. Leave one out.")
     for name in ("min_kv_scale", "kv_cache_post_rope"):
         if request.kv_cache_dtype is None and name in request.given:
             raise wrong(f"--{name}", "the cache is quantized only with --kv_cache_dtype.")

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import typer
+
 from quark.cli.options import complete, in_words, panel
 from quark.cli.schemes import listed_schemes
 from quark.torch.quantization.config.part_kinds import PARTS
@@ -101,6 +103,9 @@ class SchemeFlags:
             "Alias: --attention_dtype.",
         ),
     ] = None
+    fp8_attention_quant: Annotated[
+        bool, typer.Option(help="The same as --attention_scheme fp8.", hidden=True)
+    ] = False
     layer_quant_scheme: Annotated[
         list[str] | None,
         _scheme(

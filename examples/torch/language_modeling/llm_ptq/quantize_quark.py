@@ -3,8 +3,9 @@ r"""Quantize a language model: ``quark quantize`` with the documented defaults.
     python quantize_quark.py --model_dir MODEL --output_dir OUT --quant_scheme fp8 \
         --kv_cache_dtype fp8 --num_calib_data 512 --model_export hf_format --tasks gsm8k,wikitext
 
-Nothing is written without --model_export. Calibration and evaluation text come from the Hugging
-Face Hub unless --dataset and --eval_data name files. docs/command-line.md lists all flags.
+Nothing is written without --model_export or --quant_flow file2file. Calibration and evaluation text
+come from the Hugging Face Hub unless --dataset and --eval_data name files. docs/command-line.md
+lists all flags.
 """
 
 import sys

@@ -85,6 +85,11 @@ def test_schemes_of_layers(request_of):
         ([], "give a scheme"),
         (["--quant_scheme", "int4_wo_12x"], "Did you mean 'int4_wo_128'?"),
         (["--quant_scheme", "fp8", "--config", "x.json"], "conflicts with --config: give one"),
+        (["--config", "x.json", "--fp8_attention_quant"], "--config sets this"),
+        (
+            ["--quant_scheme", "fp8", "--fp8_attention_quant", "--attention_scheme", "qkv_fp8"],
+            "--attention_scheme: conflicts with --fp8_attention_quant",
+        ),
         (["--config", "x.json"], "there is no file x.json"),
         (["--config", "x.json", "--kv_cache_dtype", "fp8"], "--kv_cache_dtype"),
         (["--config", "x.json", "--exclude_layers"], "--exclude_layers"),
@@ -156,11 +161,12 @@ def test_a_cache_without_projections(refused, bert_dir, tmp_path):
 # -------------------------------------------------------------------------------------- work
 
 
-def test_quantized_attention(quantize):
+@pytest.mark.parametrize("attention", [["--attention_dtype", "fp8"], ["--fp8_attention_quant"]])
+def test_quantized_attention(quantize, attention):
     from quark.torch.export.checkpoint.config_json import read_config_json
     from quark.torch.export.checkpoint.files import CheckpointReader
 
-    flags = ["--quant_scheme", "fp8", "--kv_cache_dtype", "fp8", "--attention_dtype", "fp8"]
+    flags = ["--quant_scheme", "fp8", "--kv_cache_dtype", "fp8", *attention]
     path, said = quantize(*flags, "--num_calib_data", 2, "--seq_len", 16, evaluated=True)
     assert re.search(r"attention +fp8_e4m3 per tensor static", said)
     section = read_config_json(path)["quantization_config"]
