@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from quark.torch.numerics.scales import (
     block_range,
@@ -20,6 +19,7 @@ from quark.torch.numerics.scales import (
     tensor_scale_from_range,
 )
 from quark.torch.quantization.config.spec import QuantizationSpec
+from quark.torch.quantization.nn.typed_buffers import TypedBuffers
 from quark.torch.quantization.observer.observer import MinMaxObserver, ObserverBase
 
 AVERAGING_CONSTANT = 0.01
@@ -33,7 +33,7 @@ def is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-class FollowingRange(nn.Module):
+class FollowingRange(TypedBuffers):
     """A quantizer as far as its range follows the tensor in training mode.
 
     Ranges follow after ``model.train()``. A model that is in training mode when it is quantized is

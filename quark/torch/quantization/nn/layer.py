@@ -23,6 +23,7 @@ from quark.torch.quantization.nn.convolution import (
     iterate_windows,
 )
 from quark.torch.quantization.nn.quantizer import QuantizedTensor
+from quark.torch.quantization.nn.typed_buffers import TypedBuffers
 
 # Tensor of the configuration -> attributes in which operators hold the number of its channels.
 _CHANNELS = {
@@ -31,7 +32,7 @@ _CHANNELS = {
 }
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(TypedBuffers):
     """An operator whose input, weight, bias and output are quantized.
 
     Subclasses hold the weight as values (``FakeQuantizedLayer``) or as stored in a checkpoint

@@ -34,12 +34,13 @@ from quark.torch.quantization.nn.stored_tensor import (
     register_stored_tensor,
 )
 from quark.torch.quantization.nn.tensor_layout import DeclaredParts, StoredParts, TensorLayout
+from quark.torch.quantization.nn.typed_buffers import TypedBuffers
 
 _LAYER_PARTS = (*PARTS[2:], GROUPS)  # parts that are buffers of the layer
 Layer = TypeVar("Layer", bound="PackedLayer")
 
 
-class PackedQuantizer(nn.Module):
+class PackedQuantizer(TypedBuffers):
     """Scale and zero point of one tensor, in the shape and type of the checkpoint."""
 
     scale: torch.Tensor | None
@@ -345,11 +346,11 @@ class PackedLayer(QuantizedLayer):
                 self._wrap_codes(name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Convert or move the layer. Codes move; their type stays, that of their values changes."""
+        """Convert or move the layer. Codes and scales keep their type; that of values changes."""
         codes = {n: None if (c := self._stored(n)) is None else c.detach() for n in self.packed}
         with self._bare_codes():
             self._value_dtype = fn(torch.empty(0, dtype=self._value_dtype, device="cpu")).dtype
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            super()._apply(fn, recurse)
             for name, before in codes.items():
                 after = self._stored(name)
                 if before is not None and after is not None and before.dtype != after.dtype:
