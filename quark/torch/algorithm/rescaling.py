@@ -124,8 +124,15 @@ def _named_groups(
     """Return the groups that entries of ``scaling_layers`` name, each once.
 
     Raises:
-        ValueError: An entry names no group, or a layer that does not read its producer.
+        ValueError: ``model_decoder_layers`` names no block, or an entry no group, or a layer that
+            does not read its producer.
     """
+    decoder, blocks = options.model_decoder_layers or "", context.structure.blocks
+    if not any(block.startswith(decoder) for block in blocks) and blocks:
+        raise ValueError(
+            f"{options.name}: model_decoder_layers={decoder!r} names no decoder block. "
+            f"Give {blocks[0].rpartition('.')[0]!r}, or leave it out."
+        )
     selected: list[RescalingGroup] = []
     modules = {name for name, _ in context.model.named_modules()}
     for entry in entries:
@@ -133,7 +140,7 @@ def _named_groups(
         groups = [
             group
             for group in context.structure.groups
-            if group.block.startswith(options.model_decoder_layers or "")
+            if group.block.startswith(decoder)
             and group.producer == f"{group.block}.{producer}"
             and {f"{group.block}.{layer}" for layer in layers} & set(group.consumers)
         ]

@@ -189,7 +189,8 @@ def test_a_layer_that_is_no_module_warns(llama, caplog):
 
 
 def test_another_list_of_blocks(llama):
-    with pytest.raises(ValueError, match="connects them so"):
+    said = r"awq: model_decoder_layers='model\.decoder' names no .*\. Give 'model\.layers'"
+    with pytest.raises(ValueError, match=said):
         usable(llama, [{"prev_op": NAMES[3], "layers": ["mlp.down_proj"]}], "model.decoder")
 
 
