@@ -42,22 +42,28 @@ def made(build, quantize, tmp_path):
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+DENSE = {
+    "llama": {"rope_parameters": {"rope_theta": 10000.0, **YARN}},
+    "granite": {**GRANITE, "logits_scaling": 2.0},
+    "olmo2": {"pad_token_id": None},
+    "smollm3": {"num_hidden_layers": 4, "pad_token_id": None},  # the last one has no rotation
+}
 
 
-@pytest.mark.parametrize("kind", ["llama", *MIXTURES])
+@pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
 def test_weights_in_float(made, tmp_path, kind):
     """The choices of the routers are the same, as inputs stay in float too."""
-    scaled = {"rope_parameters": {"rope_theta": 10000.0, **YARN}}
-    model, path = made(kind, **(changes_of(kind) if kind in MIXTURES else scaled))
+    model, path = made(kind, **(changes_of(kind) if kind in MIXTURES else DENSE[kind]))
     write_gguf(tmp_path / "float.gguf", path, {"weight": "F32"})
     found = predicted_by_llama_cpp(tmp_path / "float.gguf")
     torch.testing.assert_close(found, predicted(model), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["llama", *MIXTURES])
+@pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
 def test_blocks(made, kind):
     """llama.cpp rounds inputs to 8 bits. All experts are used, so that no choice depends on it."""
-    changes = changes_of(kind, num_experts_per_tok=4) if kind in MIXTURES else {}
-    model, path = made(kind, **changes)
+    used = changes_of(kind, num_experts_per_tok=4) if kind in MIXTURES else DENSE[kind]
+    model, path = made(kind, **used)
     difference = (predicted_by_llama_cpp(path) - predicted(model)).abs()
     assert difference.median() < 0.05 * predicted(model).std()

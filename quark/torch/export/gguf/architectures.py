@@ -33,6 +33,8 @@ class Architecture(NamedTuple):
         alternates: Whether the rows of gate and up alternate in one matrix of an expert.
         window_period: Number of layers of which the last one attends to everything, and the others
             to a window; None if all layers are alike.
+        unrotated_period: Number of layers of which the last one has no rotary embedding; None if
+            all layers have it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Architecture(NamedTuple):
     has_biases: bool = False
     alternates: bool = False
     window_period: int | None = None
+    unrotated_period: int | None = None
 
 
 ARCHITECTURES = {  # by model_type
@@ -58,6 +61,9 @@ ARCHITECTURES = {  # by model_type
     "gemma3_text": Architecture("gemma3", norm_offset=1),
     "phi": Architecture("phi2", rms=False),
     "phi3": Architecture("phi3"),
+    "olmo2": Architecture("olmo2", has_own_head=True),
+    "granite": Architecture("granite", interleaves=True),
+    "smollm3": Architecture("smollm3", interleaves=True, unrotated_period=4),
     "mixtral": Architecture("llama", interleaves=True, tensor_scales=True, normalizes=True),
     "qwen2_moe": Architecture("qwen2moe", normalizes=False, has_own_head=True),
     "qwen3_moe": Architecture("qwen3moe", tensor_scales=True, normalizes=True),
@@ -113,10 +119,15 @@ def _computed(config: Any, architecture: Architecture) -> dict[str, Any]:
         computed["tie_word_embeddings"] = False
     if not architecture.shares_keys:
         computed["num_key_value_heads"] = config.num_attention_heads
+    layers = range(1, config.num_hidden_layers + 1)
     if architecture.window_period is not None:
         computed["layer_types"] = [
             "sliding_attention" if number % architecture.window_period else "full_attention"
-            for number in range(1, config.num_hidden_layers + 1)
+            for number in layers
+        ]
+    if architecture.unrotated_period is not None:
+        computed["no_rope_layers"] = [
+            int(number % architecture.unrotated_period != 0) for number in layers
         ]
     return computed
 

@@ -24,7 +24,7 @@ from quark.torch.export.gguf.architectures import (
     is_rotated,
 )
 from quark.torch.export.gguf.blocks import has_tensor_scale
-from quark.torch.export.gguf.metadata import has_experts, mixture_config
+from quark.torch.export.gguf.metadata import header_config
 from quark.torch.export.gguf.places import ROUTER
 from quark.torch.export.gguf.reader import GgufFile
 from quark.torch.export.gguf.rope import FACTORS, check_factors, interleaved_rows, read_scaling
@@ -200,8 +200,7 @@ def _stored_scale(file: GgufFile, name: str, expert: int | None) -> torch.Tensor
 def read_gguf_config(path: Path) -> Any:
     """Return the configuration of the model of a GGUF file.
 
-    Transformers reads the whole vocabulary for it, so a file is read once. Mixtures of experts are
-    read without it.
+    Where Transformers reads it, it reads the whole vocabulary too, so a file is read once.
 
     Raises:
         ImportError: The package gguf is missing.
@@ -211,8 +210,9 @@ def read_gguf_config(path: Path) -> Any:
     import_gguf()
     file = GgufFile(path)
     check_counts(file.values, path)
-    if has_experts(file):
-        return mixture_config(file)
+    config = header_config(file)
+    if config is not None:
+        return config
     stat = path.stat()
     return copy.deepcopy(_read_config(path.resolve(), stat.st_size, stat.st_mtime_ns))
 

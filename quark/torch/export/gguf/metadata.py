@@ -30,10 +30,14 @@ _SIZES = {
     "vocab_size": "vocab_size",
     **_EXPERTS,
 }
-_REQUIRED = (
-    *("context_length", "embedding_length", "block_count", "attention.head_count"),
-    *("expert_count", "expert_used_count"),
-)
+_FACTORS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
+_REQUIRED_OF_MIXTURES = ("expert_count", "expert_used_count")
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
@@ -77,6 +81,9 @@ def add_metadata(writer: Any, config: Any, name: str, architecture: Architecture
         value = getattr(config, field, None)
         if value is not None and (field != "sliding_window" or _uses_window(config)):
             add(value)
+    for key, field in _FACTORS.items():
+        if hasattr(config, field):
+            writer.add_float32(f"{architecture.name}.{key}", float(getattr(config, field)))
     if architecture.normalizes is not None:
         for key, field in _EXPERTS.items():
             if hasattr(config, field):
@@ -95,58 +102,82 @@ def _key_value_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
-def has_experts(file: GgufFile) -> bool:
-    """Whether the header of a file is that of a mixture of experts that this package knows."""
-    return _mixture(file) is not None and bool(file.values.get(_key(file, "expert_count")))
+def header_config(file: GgufFile) -> Any | None:
+    """Return the configuration in Transformers that the header of a file describes.
 
-
-def mixture_config(file: GgufFile) -> Any:
-    """Return the configuration of a mixture of experts in Transformers.
-
-    Transformers reads some mixtures as models without experts, and leaves out their widths.
-
-    Args:
-        file: A file for which ``has_experts`` is true.
+    Returns:
+        The configuration; None for models without experts that Transformers reads itself. It reads
+        some mixtures as models without experts, and leaves out their widths.
 
     Raises:
         ValueError: A number is missing, contradicts another one, or is none that a model has.
     """
-    kind = _mixture(file)
-    assert kind is not None
-    known = made_config({"model_type": kind}, file.path)
-    theta = _number(file, "rope.freq_base", DEFAULT_THETA)
+    kind = _model_type(file)
+    if kind is None:
+        return None
+    known, architecture = made_config({"model_type": kind}, file.path), ARCHITECTURES[kind]
     described: dict[str, Any] = {
         "model_type": kind,
-        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon"),
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": _HEAD not in file.tensors,
     }
     for name, field in _TOKENS.items():
         described[field] = file.values.get(f"tokenizer.ggml.{name}_token_id")
+    required = _REQUIRED if architecture.normalizes is None else _REQUIRED + _REQUIRED_OF_MIXTURES
     for key, field in _SIZES.items():
         is_known = hasattr(known, field) or field == "head_dim"
-        if key in _REQUIRED or (is_known and _key(file, key) in file.values):
+        if key in required or (is_known and _key(file, key) in file.values):
             described[field] = _count(file, key)
     described.setdefault("num_key_value_heads", described["num_attention_heads"])
     if _EMBEDDING in file.tensors:
         described.setdefault("vocab_size", file.tensors[_EMBEDDING].shape[0])
+    if architecture.rms:
+        described["rms_norm_eps"] = _number(file, "attention.layer_norm_rms_epsilon")
+    else:
+        described["layer_norm_eps"] = _number(file, "attention.layer_norm_epsilon")
+    for key, field in _FACTORS.items():
+        if hasattr(known, field):
+            described[field] = _number(file, key, getattr(known, field))
     if hasattr(known, "norm_topk_prob"):
-        described["norm_topk_prob"] = ARCHITECTURES[kind].normalizes
-    config = made_config(described, file.path)
-    rotated, head = file.values.get(_key(file, "rope.dimension_count")), head_size(config)
-    if rotated not in (None, head):
+        described["norm_topk_prob"] = architecture.normalizes
+    described["rope_parameters"] = _rotation(file, described, known)
+    return made_config(described, file.path)
+
+
+def _rotation(file: GgufFile, described: dict[str, Any], known: Any) -> dict[str, Any]:
+    """Return the parameters of rotary embedding, without its scaling.
+
+    Args:
+        file: The file.
+        described: Fields of the configuration.
+        known: The default configuration of this type of model.
+    """
+    theta = _number(file, "rope.freq_base", DEFAULT_THETA)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    heads = described["num_attention_heads"]
+    head = described.get("head_dim", described["hidden_size"] // heads)
+    rotated = file.values.get(_key(file, "rope.dimension_count"), head)
+    if "partial_rotary_factor" in rope_parameters(known) and type(rotated) is int:
+        return rope | {"partial_rotary_factor": rotated / head}
+    if rotated != head:
         raise ValueError(
             f"{file.path}: {_key(file, 'rope.dimension_count')} is {rotated!r}, but heads have "
-            f"{head} elements, and all of them are rotated in a model {kind!r}. Correct one."
+            f"{head} elements, and all of them are rotated in this type of model. Correct one."
         )
-    return config
+    return rope
 
 
-def _mixture(file: GgufFile) -> str | None:
-    """Return the model type of mixtures of experts of the architecture of a file, if any."""
+def _model_type(file: GgufFile) -> str | None:
+    """Return the type of the model of a file, if its header is read here."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
     name = file.values.get("general.architecture")
-    known = ARCHITECTURES.items()
-    return next((k for k, a in known if a.name == name and a.normalizes is not None), None)
+    has_experts = bool(file.values.get(_key(file, "expert_count")))
+    for kind, architecture in ARCHITECTURES.items():
+        is_mixture = architecture.normalizes is not None
+        is_read = is_mixture if has_experts else name not in GGUF_SUPPORTED_ARCHITECTURES
+        if architecture.name == name and is_read and is_mixture == has_experts:
+            return kind
+    return None
 
 
 def _key(file: GgufFile, key: str) -> str:

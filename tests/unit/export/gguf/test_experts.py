@@ -8,6 +8,7 @@ import torch
 from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
+from quark.torch.export.containers.base import get_container
 from quark.torch.export.recognition import load_checkpoint, load_in_float
 from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import QuantizationConfig
@@ -306,3 +307,18 @@ def test_converted_and_verified(made, logits, tmp_path, kind):
     one, two = tensors_of(path), tensors_of(again)
     assert one.keys() == two.keys()
     assert all((one[name].data == two[name].data).all() for name in one)
+
+
+@pytest.mark.parametrize(
+    ("kind", "widths"),
+    [
+        ("qwen2_moe", {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}),
+        ("qwen3_moe", {"moe_intermediate_size": 768}),
+    ],
+)
+def test_transformers_computes_the_same(made, kind, widths):
+    """It takes widths of experts from its own defaults, and does not read the other mixtures."""
+    model, path = made(config(INT4), kind, **widths)
+    verdict = get_container("gguf").verify(path, model)
+    assert verdict.reader.startswith("transformers")
+    assert verdict.difference < 1e-4

@@ -124,12 +124,24 @@ class TestModel:
 
     @pytest.mark.parametrize(
         ("kind", "changes"),
-        [("mistral", {}), ("qwen2", {}), ("gemma2", {"head_dim": 256}), ("tied", {})],
+        [
+            *(("mistral", {}), ("qwen2", {}), ("gemma2", {"head_dim": 256}), ("tied", {})),
+            *(("gemma", {"head_dim": 32}), ("phi", {"pad_token_id": None})),  # not by Transformers
+            ("olmo2", {"pad_token_id": None}),
+            ("smollm3", {"pad_token_id": None, "num_hidden_layers": 4}),
+            ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 2.0}),
+            ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.5}),
+        ],
     )
     def test_families(self, made, logits, kind, changes):
         model, path = made(config(KINDS["Q4_0"]), kind, **changes)
         loaded = open_checkpoint(path.parent).fill()
         torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-5)
+
+    def test_layers_without_rotation_in_other_places(self, made):
+        """llama.cpp leaves out the rotation of each fourth layer."""
+        with pytest.raises(ValueError, match=r"no_rope_layers=\[1, 0\], but llama\.cpp computes"):
+            made(config(KINDS["Q4_0"]), "smollm3", pad_token_id=None, no_rope_layers=[1, 0])
 
     def test_several_types_and_a_quantized_embedding(self, made, logits):
         layers = {
