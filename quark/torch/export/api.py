@@ -174,8 +174,7 @@ class ModelExporter:
             opset_version: Version of the operators; by default 20, 21 where blocks, 4-bit or 16-bit
                 codes need it, 25 for 2-bit codes.
             do_constant_folding: Whether the graph is simplified.
-            operator_export_type: Must be None or ``OperatorExportTypes.ONNX``: other operators are
-                not written.
+            operator_export_type: Must be None or ``OperatorExportTypes.ONNX``.
             uint4_int4_flag: Accepted for compatibility: 4-bit codes always have a type of their
                 own.
             dynamic_shapes: Axes of each input that may have any size, with names for them, such as
@@ -190,15 +189,10 @@ class ModelExporter:
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
-            ValueError: ``operator_export_type`` is not supported; the model does not take the
-                inputs, is quantized in a way that no graph computes, or cannot be traced; or
-                ``verify`` finds other outputs for the inputs.
+            ValueError: An option is not supported; the model does not take the inputs, cannot be
+                traced or computed by a graph; or ``verify`` finds other outputs for the inputs.
         """
-        if getattr(operator_export_type, "name", "ONNX") != "ONNX":
-            raise ValueError(
-                f"operator_export_type={operator_export_type}: only operators of ONNX are written. "
-                "Leave it out, or give OperatorExportTypes.ONNX."
-            )
+        _check_operators(operator_export_type)
         options = OnnxOptions(
             input_names,
             output_names,
@@ -335,3 +329,11 @@ def export_onnx(
 
 
 _map_to_quark = map_to_quark  # the name that Transformers imports
+
+
+def _check_operators(kind: Any) -> None:
+    if getattr(kind, "name", "ONNX") != "ONNX":
+        raise ValueError(
+            f"operator_export_type={kind}: only operators of ONNX are written. Leave it out, or "
+            "give OperatorExportTypes.ONNX."
+        )
