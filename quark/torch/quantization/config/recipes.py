@@ -9,7 +9,6 @@ from quark.torch.quantization.config.algo_lookup import algo_config_from_dict
 from quark.torch.quantization.config.name_lookup import one_of
 
 _AWQ = {"name": "awq"}
-_GPTQ = {"name": "gptq", "choose_damping": True, "random_tokens": 0.5}
 _YAQA = {"name": "yaqa", "choose_damping": True, "random_tokens": 0.5}
 _DAMPED_YAQA = _YAQA | {"output_damp_percent": 1.0}
 _SMOOTH = {"name": "smooth", "alpha": 0.5}
@@ -31,7 +30,7 @@ RECIPES: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
     "w2": ("w_int2_per_group_asym", (_DAMPED_YAQA,)),
     "w8a8": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH,)),
     "w8a8_rotated": ("w_int8_per_channel_a_int8_per_tensor_sym", (_STRONG_SMOOTH, _R1R2R4)),
-    "w8a8_dynamic": ("ptpc_int8", (_SEARCHED_SMOOTH, _GPTQ)),
+    "w8a8_dynamic": ("ptpc_int8", (_SEARCHED_SMOOTH, _DAMPED_YAQA)),
     "w4a4": ("int4_wa_signed_128", (_AWQ, _YAQA)),
     "w4a4_rotated": ("int4_wa_signed_128", (_SMOOTH, _BLOCKS, _YAQA)),
     "fp8": ("ptpc_fp8", (_DAMPED_YAQA,)),
