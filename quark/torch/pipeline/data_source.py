@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from quark.torch.numerics.finite import is_finite
 from quark.torch.pipeline.batches import flatten_batches, not_a_batch
@@ -27,9 +27,10 @@ def make_repeatable(source: Iterable[Any] | None) -> Iterable[Any]:
     ==============================================  ================================================
     source                                          batches
     ==============================================  ================================================
-    list, ``DataLoader`` with a length              its items, read again in each pass
+    list, ``DataLoader`` in a fixed order           its items, read again in each pass
     iterator, iterable without a length,            its items, read once and kept in memory
-    ``DataLoader`` of an ``IterableDataset``
+    ``DataLoader`` that shuffles or is that of an
+    ``IterableDataset``
     tensor of two axes or more                      its rows
     mapping, such as the output of a tokenizer      one
     None                                            none
@@ -52,7 +53,7 @@ def make_repeatable(source: Iterable[Any] | None) -> Iterable[Any]:
         return [source]
     if isinstance(source, (str, bytes)) or not _is_iterable(source):
         raise TypeError(f"The dataloader is a {type(source).__name__}: {_EXPECTED}.")
-    return source if _has_length(source) else list(source)
+    return source if _is_repeatable(source) else list(source)
 
 
 def hold_in_memory(source: Iterable[Any] | None) -> Iterable[Any] | None:
@@ -71,9 +72,11 @@ def _is_iterable(source: Any) -> bool:
     return hasattr(source, "__iter__") or hasattr(source, "__getitem__")
 
 
-def _has_length(source: Any) -> bool:
-    """Whether a source can be expected to give its items again."""
+def _is_repeatable(source: Any) -> bool:
+    """Whether a source can be expected to give the same items again, in the same order."""
     if not isinstance(source, Sized) or isinstance(source, Iterator):
+        return False
+    if isinstance(source, DataLoader) and not _is_in_order(source):
         return False
     if isinstance(getattr(source, "dataset", None), IterableDataset):
         return False
@@ -82,6 +85,14 @@ def _has_length(source: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def _is_in_order(loader: DataLoader[Any]) -> bool:
+    """Whether a loader is known to read its data set from the first item to the last."""
+    batches = loader.batch_sampler
+    if batches is None:
+        return type(loader.sampler) is SequentialSampler
+    return type(batches) is BatchSampler and type(batches.sampler) is SequentialSampler
 
 
 def check_batches(model: nn.Module, batches: Iterable[Any]) -> str | None:

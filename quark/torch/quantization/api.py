@@ -100,7 +100,7 @@ class ModelQuantizer:
             model: A float model, in any of float32, bfloat16 and float16, on any device. With
                 ``quant_mode=fx_graph_mode`` a graph, ``torch.export.export(model.eval(),
                 args).module()``, which is not changed.
-            dataloader: Batches (tensor, mapping or list) for static ranges and most algorithms.
+            dataloader: Batches for static ranges and most algorithms, the same in each pass.
             statistics: Statistics of the model from ``collect_statistics``, instead of data.
 
         Returns:

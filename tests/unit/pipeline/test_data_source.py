@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 from transformers import BatchEncoding
 
 from quark.torch import ModelQuantizer
@@ -103,6 +103,25 @@ def test_a_source_is_read_again_only_if_it_can_be():
     assert make_repeatable(loader) is loader and make_repeatable(rows) is rows
     stream = make_repeatable(DataLoader(Stream(), batch_size=2))
     assert len(list(stream)) == len(list(stream)) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True},
+        {"shuffle": True, "batch_size": None},
+        {"sampler": RandomSampler(IDS)},
+        {"batch_sampler": BatchSampler(RandomSampler(IDS), 2, drop_last=False)},
+        {"batch_sampler": [[1, 0], [2]]},  # nobody knows what it gives the next time
+    ],
+    ids=str,
+)
+def test_a_loader_that_may_change_its_order_is_read_once(options):
+    loader = DataLoader(IDS, **options)
+    batches = make_repeatable(loader)
+    first, second = list(batches), list(batches)
+    assert len(first) == len(loader)
+    assert all(a is b for a, b in zip(first, second, strict=True))
 
 
 def test_numbers_are_no_tokens():
