@@ -174,8 +174,7 @@ class ModelExporter:
             opset_version: Version of the operators; by default 20, 21 where blocks, 4-bit or 16-bit
                 codes need it, 25 for 2-bit codes.
             do_constant_folding: Whether the graph is simplified.
-            operator_export_type: Must be None or ``OperatorExportTypes.ONNX``: other operators are
-                not written.
+            operator_export_type: Must be None or ``OperatorExportTypes.ONNX``.
             uint4_int4_flag: Accepted for compatibility: 4-bit codes always have a type of their
                 own.
             dynamic_shapes: Axes of each input that may have any size, with names for them, such as
@@ -194,11 +193,7 @@ class ModelExporter:
                 inputs, is quantized in a way that no graph computes, or cannot be traced; or
                 ``verify`` finds other outputs for the inputs.
         """
-        if getattr(operator_export_type, "name", "ONNX") != "ONNX":
-            raise ValueError(
-                f"operator_export_type={operator_export_type}: only operators of ONNX are written. "
-                "Leave it out, or give OperatorExportTypes.ONNX."
-            )
+        _check_operators(operator_export_type)
         options = OnnxOptions(
             input_names,
             output_names,
@@ -332,6 +327,14 @@ def export_onnx(
         operator_export_type,
         **options,
     )
+
+
+def _check_operators(kind: Any) -> None:
+    if getattr(kind, "name", "ONNX") != "ONNX":
+        raise ValueError(
+            f"operator_export_type={kind}: only operators of ONNX are written. Leave it out, or give "
+            "OperatorExportTypes.ONNX."
+        )
 
 
 _map_to_quark = map_to_quark  # the name that Transformers imports
