@@ -189,9 +189,8 @@ class ModelExporter:
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
-            ValueError: ``operator_export_type`` is not supported; the model does not take the
-                inputs, is quantized in a way that no graph computes, or cannot be traced; or
-                ``verify`` finds other outputs for the inputs.
+            ValueError: An option is not supported; the model does not take the inputs, has no graph
+                that computes it, or cannot be traced; or ``verify`` finds other outputs.
         """
         _check_operators(operator_export_type)
         options = OnnxOptions(
@@ -332,8 +331,8 @@ def export_onnx(
 def _check_operators(kind: Any) -> None:
     if getattr(kind, "name", "ONNX") != "ONNX":
         raise ValueError(
-            f"operator_export_type={kind}: only operators of ONNX are written. Leave it out, or give "
-            "OperatorExportTypes.ONNX."
+            f"operator_export_type={kind}: only operators of ONNX are written. Leave it out, or "
+            "give OperatorExportTypes.ONNX."
         )
 
 
