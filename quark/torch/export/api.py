@@ -189,8 +189,8 @@ class ModelExporter:
         Raises:
             FileExistsError: The directory is in use and ``overwrite`` is off.
             ImportError: A package is missing.
-            ValueError: An option is not supported; the model does not take the inputs, cannot be
-                traced or computed by a graph; or ``verify`` finds other outputs for the inputs.
+            ValueError: An option is not supported; the model does not take the inputs, has no graph
+                that computes it, or cannot be traced; or ``verify`` finds other outputs.
         """
         _check_operators(operator_export_type)
         options = OnnxOptions(
@@ -328,12 +328,12 @@ def export_onnx(
     )
 
 
-_map_to_quark = map_to_quark  # the name that Transformers imports
-
-
 def _check_operators(kind: Any) -> None:
     if getattr(kind, "name", "ONNX") != "ONNX":
         raise ValueError(
             f"operator_export_type={kind}: only operators of ONNX are written. Leave it out, or "
             "give OperatorExportTypes.ONNX."
         )
+
+
+_map_to_quark = map_to_quark  # the name that Transformers imports
