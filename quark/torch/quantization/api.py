@@ -303,7 +303,7 @@ class ModelQuantizer:
     ) -> Model:
         """Replace the weights of a quantized model in place by their quantized values.
 
-        Tied weights are untied where only one side is quantized. Ranges that followed the model
+        Tied weights are untied where one side is quantized, or both. Ranges that followed the model
         while it trained take their last values, and nothing that is quantized trains any more.
         Layers in float that a quantized source has as codes take these codes, if nothing has
         changed them (``Config.keep_prequantized_layers``).
