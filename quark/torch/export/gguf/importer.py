@@ -96,15 +96,19 @@ class GgufTensors:
         self.origins: dict[str, str] = {}  # name in Quark's format -> name in the model
         of_names: dict[tuple[str, ...], QuantizationSpec] = {}  # one for all experts of a stack
         state, self.stacks = match.model.state_dict(), match.float_stacks()
-        inside = {part for key in self.stacks for part in self.stacks[key].split(state[key])}
-        for key in self.stacks:
-            self._add(key, key, tuple(state[key].shape), match.dtype, 0)
+        inside: set[str] = set()
+        for key, stacked in self.stacks.items():
+            parts = stacked.split(state[key])
+            names = {name for part in parts for name in match.sources[part].names}
+            size = sum(match.file.tensors[name].bytes for name in names)
+            self._add(key, key, tuple(state[key].shape), match.dtype, size)
+            inside |= parts.keys()
         for key, source in match.sources.items():
             if key in inside:
                 continue
             stored = [match.file.tensors[name] for name in source.names]
-            parts = 1 if source.expert is None else stored[0].shape[0]
-            size = sum(tensor.bytes for tensor in stored) // parts
+            count = 1 if source.expert is None else stored[0].shape[0]
+            size = sum(tensor.bytes for tensor in stored) // count
             if match.kind(key) in FLOAT_TYPES:
                 self._add(key, key, source.shape, match.dtype, size)
                 continue

@@ -9,7 +9,7 @@ from quark.demo.text import model_directory
 from quark.torch import ModelExporter
 from quark.torch.export import convert
 from quark.torch.export.containers.base import get_container
-from quark.torch.export.recognition import load_checkpoint, load_in_float
+from quark.torch.export.recognition import load_checkpoint, load_in_float, open_checkpoint
 from quark.torch.graph.residency import residency_of
 from quark.torch.quantization.config.config import QuantizationConfig
 from quark.torch.quantization.config.presets import scheme
@@ -123,6 +123,9 @@ class TestWriting:
         expected = {"gate": gate, "up": up, "down": experts.down_proj}
         for name, stack in expected.items():
             assert values(stored[f"blk.1.ffn_{name}_exps.weight"]).equal(stack)
+        entries = open_checkpoint(path).reader.entries.values()
+        sizes = [int(tensor.n_bytes) for tensor in stored.values()]
+        assert sum(entry.nbytes for entry in entries) == sum(sizes)
         loaded = load_checkpoint(path)
         assert type(loaded.model.layers[1].mlp.experts) is type(experts)
         assert logits(loaded).equal(logits(model))
