@@ -114,7 +114,7 @@ def test_a_source_is_read_again_only_if_it_can_be():
         {"batch_sampler": BatchSampler(RandomSampler(IDS), 2, drop_last=False)},
         {"batch_sampler": [[1, 0], [2]]},  # nobody knows what it gives the next time
     ],
-    ids=str,
+    ids=["shuffled", "shuffled samples", "sampler", "batch sampler", "list"],
 )
 def test_a_loader_that_may_change_its_order_is_read_once(options):
     loader = DataLoader(IDS, **options)
