@@ -10,9 +10,11 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
+from typing import Any
 
 _received = threading.Event()
 
@@ -29,11 +31,14 @@ def kept_interrupts() -> Iterator[None]:
     if not is_main or handler is not signal.default_int_handler:
         yield
         return
+    hook = sys.unraisablehook
     signal.signal(signal.SIGINT, _remember)
+    sys.unraisablehook = partial(_tell_lost, hook)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+        sys.unraisablehook = hook
         _received.clear()
 
 
@@ -53,3 +58,9 @@ def raise_interrupt() -> None:
 def _remember(number: int, frame: FrameType | None) -> None:
     _received.set()
     signal.default_int_handler(number, frame)
+
+
+def _tell_lost(hook: Callable[[Any], object], lost: Any) -> None:
+    """Tell of an exception that Python loses, by a hook of ``sys``, unless it is an interrupt."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        hook(lost)

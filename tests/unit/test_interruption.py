@@ -24,6 +24,11 @@ class Interrupting:
         signal.raise_signal(signal.SIGINT)
 
 
+class Failing:
+    def __del__(self):
+        raise ValueError
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestLost:
     @pytest.mark.parametrize("is_shown", [True, False])
@@ -46,6 +51,17 @@ class TestLost:
             (partial / "a").touch()
             Interrupting()
         assert list(tmp_path.iterdir()) == []
+
+    def test_told_once(self):
+        told = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.unraisablehook", lambda lost: told.append(lost.exc_type))
+            with pytest.raises(KeyboardInterrupt), kept_interrupts():
+                Interrupting()
+                Failing()
+                raise_interrupt()
+            Failing()
+        assert told == [ValueError, ValueError]
 
     def test_raised_once(self):
         with kept_interrupts():
