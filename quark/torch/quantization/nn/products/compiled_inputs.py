@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 MOST_ELEMENTS = 1 << 20  # beyond, the plain path works in pieces
 _SCALE = 0.0371  # in samples
 
+Numbers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
 
 def fake_quantize(
     x: torch.Tensor,
@@ -96,14 +98,7 @@ def _function(
         (x (blocks, elements), scale, zero point, tensor scale) to the values in the type of x;
         None if it cannot be compiled or computes the sample wrong.
     """
-    kind = torch.float32 if scheme.float_zero_point else torch.int64
-    zero = torch.tensor(3, dtype=kind, device="cpu")
-    values = (
-        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
-        zero,
-        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
-    )
-    numbers = [value if given else None for value, given in zip(values, has, strict=True)]
+    numbers = sample_numbers(scheme, has)
     problem = "its values for a sample differ from those of the plain path"
     try:
         function = compiled.compile_function(_make(scheme))
@@ -183,6 +178,20 @@ def sample_inputs(dtype: torch.dtype, is_one_block: bool) -> list[torch.Tensor]:
     x[8], x[10, 3], x[11, 4] = 2.0**-140, float("inf"), float("nan")
     x = x.to(dtype)
     return [rows.reshape(1, -1) for rows in torch.split(x[:12], 3)] if is_one_block else [x]
+
+
+def sample_numbers(scheme: Scheme, has: tuple[bool, ...]) -> Numbers:
+    """Return a scale, a zero point and a tensor scale, [] each; None for those that are not given.
+
+    Args:
+        scheme: How inputs are quantized.
+        has: Whether each of them is given.
+    """
+    kind = torch.float32 if scheme.float_zero_point else torch.int64
+    scale = torch.tensor(_SCALE, dtype=torch.float32, device="cpu")
+    values = scale, torch.tensor(3, dtype=kind, device="cpu"), scale.clone()
+    one, zero, other = (x if given else None for x, given in zip(values, has, strict=True))
+    return one, zero, other
 
 
 def equal_bits(y: torch.Tensor, expected: torch.Tensor) -> bool:

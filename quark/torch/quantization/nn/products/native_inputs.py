@@ -25,10 +25,12 @@ from quark.torch.numerics.native.vectors import HALF, LANES
 from quark.torch.numerics.scales import largest_exponent, largest_value
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products.compiled_inputs import (
+    Numbers,
     block_rows,
     equal_bits,
     plain_values,
     sample_inputs,
+    sample_numbers,
 )
 from quark.torch.quantization.nn.products.native_exponent_kernels import (
     fake_quantize_float_rows,
@@ -48,9 +50,6 @@ logger = logging.getLogger(__name__)
 _TYPES = (torch.float32, torch.bfloat16)
 _KINDS = {"shared": SHARED, "power": POWER, "float": FLOAT, "plain": PLAIN}
 _LARGEST_ZERO = 1 << 20  # zero point, with which sums of codes stay exact
-_SCALE = 0.0371  # in samples
-
-Numbers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def fake_quantize(
@@ -197,15 +196,7 @@ def _is_right(scheme: Scheme, dtype: torch.dtype, has: tuple[bool, ...]) -> bool
         dtype: Type of the inputs.
         has: Whether scale, zero point and tensor scale are given.
     """
-    kind = torch.float32 if scheme.float_zero_point else torch.int64
-    zero = torch.tensor(3, dtype=kind, device="cpu")
-    values = (
-        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
-        zero,
-        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
-    )
-    made = [value if is_given else None for value, is_given in zip(values, has, strict=True)]
-    numbers: Numbers = (made[0], made[1], made[2])
+    numbers = sample_numbers(scheme, has)
     problem = "its values for a sample differ from those of the plain path"
     try:
         samples = sample_inputs(dtype, is_one_block=has[0])

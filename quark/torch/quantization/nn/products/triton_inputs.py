@@ -22,10 +22,12 @@ from quark.torch.numerics.scales import (
 from quark.torch.numerics.scheme import Scheme
 from quark.torch.quantization.nn.products import triton_input_kernels
 from quark.torch.quantization.nn.products.compiled_inputs import (
+    Numbers,
     block_rows,
     equal_bits,
     plain_values,
     sample_inputs,
+    sample_numbers,
     scheme_of_rows,
 )
 from quark.torch.quantization.nn.products.triton_functions import (
@@ -36,9 +38,6 @@ from quark.torch.quantization.nn.products.triton_functions import (
 
 _TILE = 1024  # elements of a tile
 _LONGEST = 1 << 16  # elements of a block whose scale one program computes
-_SCALE = 0.0371  # in samples
-
-Numbers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Float(NamedTuple):
@@ -257,15 +256,9 @@ def _is_right(
     """
     if not load_functions(triton_input_kernels):
         return False
-    kind = torch.float32 if scheme.float_zero_point else torch.int64
-    zero = torch.tensor(3, dtype=kind, device="cpu")
-    values = (
-        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
-        zero,
-        torch.tensor(_SCALE, dtype=torch.float32, device="cpu"),
-    )
-    made = [value.to(device) if given else None for value, given in zip(values, has, strict=True)]
-    numbers: Numbers = (made[0], made[1], made[2])
+    given = sample_numbers(scheme, has)
+    scale, zero, other = (None if x is None else x.to(device) for x in given)
+    numbers: Numbers = (scale, zero, other)
     problem = "its values for a sample differ from those of the plain path"
     try:
         samples = [x.to(device) for x in sample_inputs(dtype, is_one_block=has[0])]
