@@ -15,7 +15,7 @@ def test_hidden_states_by_position_or_by_name():
 
 
 class Named(NamedTuple):
-    """What a block may return."""
+    """The output of a block: hidden states and the weights of its attention."""
 
     states: torch.Tensor
     weights: torch.Tensor | None = None

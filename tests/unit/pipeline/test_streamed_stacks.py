@@ -180,7 +180,7 @@ def asides_data():
 
 
 class TestOutputsBesideHiddenStates:
-    """What the model computes of them is that of each batch, not that of the first one."""
+    """The model computes with the tensors of each batch, not with those of the first one."""
 
     names = tuple(f"layers.{i}" for i in range(4))
 

@@ -165,7 +165,7 @@ class _Tensors:
     def _values(
         self, stored: StoredTensor, shape: tuple[int, ...], kind: str
     ) -> np.ndarray[Any, Any]:
-        """Return the values of a tensor as they are stored."""
+        """Return a tensor of the file, in its shape and type there."""
         encoded = (
             _as_array(_encode(place, self.architecture, self.model, kind), kind)
             for place in stored.places

@@ -85,7 +85,7 @@ def test_the_native_format_too(build, quantize, tmp_path):
 
 
 def test_all_in_one_type_keep_it(build, quantize, export):
-    """A model in float32 takes a checkpoint in bfloat16 as it is stored, and so in float64."""
+    """The parameters of a model in float32 take the type of the file, bfloat16 or float64."""
     for dtype in (torch.bfloat16, torch.float64):
         path = export(quantize(build(dtype=dtype), CONFIG))
         model = ModelImporter(path).import_model_info(build())
